@@ -255,6 +255,22 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 - self.useful_ns / (len(self.spans) * self.makespan_ns) if self.makespan_ns else 0.0
 
 
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one replica measured while they ran a plan: the shape of `Prediction`, clocks aligned.
+
+    `spans[w][i]` belongs to `actions[w][i]`; `transfers[t]` to transfer t, from the later post to its end as the
+    receiver saw it. Times are nanoseconds from the start of the step. `step_ns` is from optimizer end to
+    optimizer end, loading and the receipt of the plan included; `waiting_ns[w]` is the part of it that worker w
+    waited for its plan.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Span, ...]
+    step_ns: int
+    peak_bytes: tuple[int, ...] = ()
+    waiting_ns: tuple[int, ...] = ()
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All that the workers of one replica need for one step, or for a forward-only pass.
 
