@@ -6,8 +6,7 @@ machine, an emulator of others) fills it in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from pipeweaver.data.items import Item
@@ -18,9 +17,9 @@ class StageCost(NamedTuple):
     """Cost of one (chunk, part), all layers kept.
 
     `input_ns` + `weight_ns` are the two halves of a split backward; zero where it cannot be split.
-    `loaded_bytes`: data from the loader. `saved_bytes`: held from forward to backward, outputs and
-    received inputs not included. `output_bytes`: outputs that leave the chunk. `*_workspace_bytes`:
-    needed only while the stage runs. `weight_bytes`: held from I to W.
+    `loaded_bytes`: data from the loader. `saved_bytes`: held from forward to backward beside what crosses
+    the chunk's boundary (inputs and outputs follow from the edges). `*_workspace_bytes`: needed only
+    while the stage runs. `weight_bytes`: held from I to W.
     """
 
     forward_ns: int
@@ -30,8 +29,6 @@ class StageCost(NamedTuple):
     weight_ns: int = 0
     loaded_bytes: int = 0
     saved_bytes: int = 0
-    output_bytes: int = 0
-    gradient_bytes: int = 0
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     weight_bytes: int = 0
@@ -55,72 +52,14 @@ class Costs(Protocol):
 
     def reduce_ns(self, holders: int, num_bytes: int) -> int: ...
 
-    def static_bytes(self, chunk: Chunk) -> int:
-        """Parameters, gradients and optimizer state of a chunk."""
+    def parameter_bytes(self, layer: str) -> int:
+        """Trainable parameters of one copy of a layer ("language.layers.3"), as they are reduced."""
         ...
 
-    def optimizer_ns(self, chunk: Chunk) -> int: ...
+    def static_bytes(self, layer: str) -> int:
+        """Parameters, gradients and optimizer state of one copy of a layer."""
+        ...
 
-
-@dataclass(frozen=True, kw_only=True)
-class FlatCosts:
-    """Made-up costs proportional to rows and layers, so that closed forms hold exactly: for tests and drawings.
-
-    Example: `FlatCosts(layers={"vision": 4, "language": 8}, row_ns={"language": 2000})`: the forward of one
-    layer takes 2000 ns per row of language and 1000 of vision, its backward twice that. `before` and `after`
-    cost nothing. The halves of a split backward are equal.
-    """
-
-    layers: Mapping[str, int]
-    """Number of layers of each module."""
-    row_ns: Mapping[str, int] = field(default_factory=dict)
-    """Forward of one layer on one row, by module; 1000 where a module is missing."""
-    backward: int = 2
-    """Backward takes this many times the forward."""
-    row_bytes: int = 64
-    """Saved by one layer per row; outputs and gradients of a chunk take as much once."""
-    layer_bytes: int = 1 << 20
-    latency_ns: int = 10_000
-    bytes_per_us: int = 1_000
-    """Bandwidth of every link."""
-    source: str = "flat costs, made up"
-
-    def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
-        rows = _rows(items)
-        num_layers = chunk.stop - chunk.start
-        forward_ns = self._row_ns(chunk.module) * rows * num_layers
-        backward_ns = forward_ns * self.backward
-        return StageCost(
-            forward_ns=forward_ns,
-            backward_ns=backward_ns,
-            input_ns=backward_ns // 2,
-            weight_ns=backward_ns - backward_ns // 2,
-            saved_bytes=self.row_bytes * rows * num_layers,
-            output_bytes=self.row_bytes * rows,
-            gradient_bytes=self.row_bytes * rows,
-            weight_bytes=self.row_bytes * rows * num_layers,
-        )
-
-    def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
-        return self._row_ns(module) * _rows(items) * self.layers[module] * (1 + self.backward)
-
-    def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
-        return 0 if sender == receiver else self.latency_ns + num_bytes * 1_000 // self.bytes_per_us
-
-    def reduce_ns(self, holders: int, num_bytes: int) -> int:
-        # A ring moves each byte twice, but for the share that a holder keeps.
-        moved = 2 * num_bytes * (holders - 1) // holders
-        return 0 if holders == 1 else self.latency_ns + moved * 1_000 // self.bytes_per_us
-
-    def static_bytes(self, chunk: Chunk) -> int:
-        return self.layer_bytes * (chunk.stop - chunk.start)
-
-    def optimizer_ns(self, chunk: Chunk) -> int:
-        return self.static_bytes(chunk) * 1_000 // self.bytes_per_us
-
-    def _row_ns(self, module: str) -> int:
-        return self.row_ns.get(module, 1_000)
-
-
-def _rows(items: Sequence[Item]) -> int:
-    return sum(item.sizes["tokens"] for item in items)
+    def optimizer_ns(self, layer: str) -> int:
+        """Clipping and stepping the parameters of one copy of a layer."""
+        ...
