@@ -1,0 +1,208 @@
+"""A job, read from one TOML file: what to train, on which workers, by which policy.
+
+    [run]                               [task]
+    output = "runs/digits"              backbone = "language"
+    steps = 300                         tokens_per_microbatch = 512
+                                        microbatches = 8
+    [workers]
+    pipeline = 2                        [task.data]
+                                        type = "digits"
+    [model]
+    flows = ["vision.features -> language"]
+
+    [model.vision]                      [optimizer]
+    type = "vit"                        learning_rate = 1e-3
+    ...
+
+`load(path)` gives a `Job` or raises ValueError with one line: file, line, key, value and what would be right.
+docs/configuration.md describes every key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeweaver import toml
+from pipeweaver.cluster import Workers, available_cores, cores_of
+from pipeweaver.model.graph import Flow
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[run]. `output` is by default runs/NAME for NAME.toml. `evaluate_every` and `trace_every` count steps;
+    0 means at the end only. A step that hangs longer than max(`watchdog_s`, 10 x predicted) ends the run."""
+
+    output: str = ""
+    seed: NonNegativeInt = 0
+    steps: PositiveInt = 100
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    evaluate_every: NonNegativeInt = 0
+    trace_every: NonNegativeInt = 0
+    record_plans: bool = True
+    watchdog_s: PositiveFloat = 60.0
+    tensorboard: bool = False
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[policy]. `chunks_per_worker` and `items_per_part` map modules to counts where the policy's own choice
+    is not wanted; `balance`, `encoder_first` are for policies on a contiguous split; `rounds` of search."""
+
+    name: Literal["dynamic", "gpipe", "1f1b", "interleaved-1f1b"] = "dynamic"
+    balance: Literal["cost", "parameters"] = "cost"
+    encoder_first: bool = False
+    chunks_per_worker: dict[str, PositiveInt] = {}
+    items_per_part: dict[str, PositiveInt] = {}
+    rounds: NonNegativeInt = 0
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[task]. A microbatch is samples whose `backbone` items fill `tokens_per_microbatch`; a step has
+    `microbatches` of them, over all replicas. `loss_weights` maps modules with a loss to its weight, 1 by default."""
+
+    name: str = "main"
+    backbone: str
+    tokens_per_microbatch: PositiveInt
+    microbatches: PositiveInt
+    loss_weights: dict[str, NonNegativeFloat] = {}
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[costs]. Where calibration results are kept; by default the user's cache folder."""
+
+    cache: str = ""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run. `modules` maps names to the records of their types, in the order of the file."""
+
+    path: str
+    run: Run
+    workers: Workers
+    policy: Policy
+    modules: dict[str, msgspec.Struct]
+    flows: tuple[Flow, ...]
+    task: Task
+    data: msgspec.Struct
+    optimizer: msgspec.Struct
+    costs: Costs
+
+    @property
+    def output(self) -> Path:
+        return Path(self.run.output or f"runs/{Path(self.path).stem}")
+
+
+class Vit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[model.NAME] with type = "vit"."""
+
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+
+
+class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[model.NAME] with type = "language"."""
+
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+
+
+class Digits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[task.data] with type = "digits"."""
+
+
+class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[optimizer]: AdamW."""
+
+    learning_rate: PositiveFloat = 1e-3
+
+
+MODULES: dict[str, type[msgspec.Struct]] = {"vit": Vit, "language": Language}
+DATA: dict[str, type[msgspec.Struct]] = {"digits": Digits}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job; `overrides` are "section.key=value". Raises ValueError, one line, at the first mistake."""
+    document = toml.read(path, overrides)
+    toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "optimizer", "costs"))
+    names = [name for name in toml.table_at(document, "model") if name != "flows"]
+    modules = {name: toml.convert_one_of(document, f"model.{name}", MODULES) for name in names}
+    if not modules:
+        raise document.error("model", "missing; a job needs at least one module, such as [model.language]")
+    job = Job(
+        path=str(path),
+        run=toml.convert(document, "run", Run),
+        workers=toml.convert(document, "workers", Workers),
+        policy=toml.convert(document, "policy", Policy),
+        modules=modules,
+        flows=_flows(document),
+        task=toml.convert(document, "task", Task, ignore=("data",)),
+        data=toml.convert_one_of(document, "task.data", DATA),
+        optimizer=toml.convert(document, "optimizer", Optimizer),
+        costs=toml.convert(document, "costs", Costs),
+    )
+    _check_names(document, job)
+    return job
+
+
+def without_effect(job: Job) -> tuple[str, ...]:
+    """Warnings, one line each: settings of the job that change nothing."""
+    found = []
+    if job.policy.name == "dynamic" and job.policy.encoder_first:
+        found.append("policy.encoder_first has no effect with policy dynamic, which spreads encoders over all workers")
+    if job.policy.name == "dynamic" and job.policy.balance != "cost":
+        found.append("policy.balance has no effect with policy dynamic, which balances cost")
+    if job.policy.name != "dynamic" and job.policy.items_per_part:
+        found.append(f"policy.items_per_part has no effect with policy {job.policy.name}, whose parts are microbatches")
+    if job.policy.name in ("gpipe", "1f1b") and job.policy.chunks_per_worker:
+        found.append(f"policy.chunks_per_worker has no effect with policy {job.policy.name}: one chunk per worker")
+    if job.run.evaluate_every > job.run.steps:
+        found.append(f"run.evaluate_every = {job.run.evaluate_every} is beyond the last step, {job.run.steps}")
+    cores = available_cores()
+    if job.workers.pin and not cores_of(0, job.workers.total, job.workers.threads, cores):
+        found.append(
+            f"workers.pin has no effect: {job.workers.total} workers of {job.workers.threads} threads "
+            f"need {job.workers.total * job.workers.threads} cores, there are {len(cores)}"
+        )
+    return tuple(found)
+
+
+_FLOW = re.compile(r"\s*([\w-]+)\.([\w-]+)\s*->\s*([\w-]+)(?:\.([\w-]+))?\s*")
+
+
+def _flows(document: toml.Document) -> tuple[Flow, ...]:
+    """`"vision.features -> language"`, or `"… -> language.images"` where the destination reads another name."""
+    texts = document.table["model"].get("flows", [])
+    if not isinstance(texts, list):
+        raise document.error("model.flows", 'expected a list of flows, such as ["vision.features -> language"]')
+    flows = []
+    for text in texts:
+        match = _FLOW.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise document.error("model.flows", f'expected "SOURCE.TENSOR -> DESTINATION", not {text!r}')
+        source, tensor, destination, name = match.groups()
+        flows.append(Flow(source=source, tensor=tensor, destination=destination, name=name or source))
+    return tuple(flows)
+
+
+def _check_names(document: toml.Document, job: Job) -> None:
+    """Every module that the job mentions is one that it defines."""
+    mentioned = [("task.backbone", job.task.backbone)]
+    mentioned += [("model.flows", end) for flow in job.flows for end in (flow.source, flow.destination)]
+    mentioned += [(f"task.loss_weights.{name}", name) for name in job.task.loss_weights]
+    mentioned += [(f"policy.chunks_per_worker.{name}", name) for name in job.policy.chunks_per_worker]
+    mentioned += [(f"policy.items_per_part.{name}", name) for name in job.policy.items_per_part]
+    for path, name in mentioned:
+        if name not in job.modules:
+            raise document.error(path, f"there is no module {name}; [model] defines {', '.join(job.modules)}")
