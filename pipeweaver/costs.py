@@ -6,7 +6,8 @@ machine, an emulator of others) fills it in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pipeweaver.data.items import Item
@@ -63,3 +64,69 @@ class Costs(Protocol):
     def optimizer_ns(self, layer: str) -> int:
         """Clipping and stepping the parameters of one copy of a layer."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatCosts:
+    """Made-up costs proportional to rows and layers, so that closed forms hold exactly: for tests and drawings.
+
+    Example: `FlatCosts(layers={"vision": 4, "language": 8}, row_ns={"language": 2000})`: the forward of one
+    layer takes 2000 ns per row of language and 1000 of vision, its backward twice that. `before` and `after`
+    cost nothing. The halves of a split backward are equal.
+    """
+
+    layers: Mapping[str, int]
+    """Number of layers of each module."""
+    row_ns: Mapping[str, int] = field(default_factory=dict)
+    """Forward of one layer on one row, by module; 1000 where a module is missing."""
+    backward: int = 2
+    """Backward takes this many times the forward."""
+    row_bytes: int = 64
+    """Saved by one layer per row."""
+    layer_bytes: int = 1 << 20
+    """Parameters of a layer; with gradients and two moments it holds four times as much."""
+    latency_ns: int = 10_000
+    bytes_per_us: int = 1_000
+    """Bandwidth of every link and of the optimizer."""
+    source: str = "flat costs, made up"
+
+    def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
+        rows = _rows(items)
+        num_layers = chunk.stop - chunk.start
+        forward_ns = self._row_ns(chunk.module) * rows * num_layers
+        backward_ns = forward_ns * self.backward
+        return StageCost(
+            forward_ns=forward_ns,
+            backward_ns=backward_ns,
+            input_ns=backward_ns // 2,
+            weight_ns=backward_ns - backward_ns // 2,
+            saved_bytes=self.row_bytes * rows * num_layers,
+            weight_bytes=self.row_bytes * rows * num_layers,
+        )
+
+    def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
+        return self._row_ns(module) * _rows(items) * self.layers[module] * (1 + self.backward)
+
+    def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
+        return 0 if sender == receiver else self.latency_ns + num_bytes * 1_000 // self.bytes_per_us
+
+    def reduce_ns(self, holders: int, num_bytes: int) -> int:
+        # A ring moves every byte twice, but for the share that a holder keeps.
+        moved = 2 * num_bytes * (holders - 1) // holders
+        return 0 if holders == 1 else self.latency_ns + moved * 1_000 // self.bytes_per_us
+
+    def parameter_bytes(self, layer: str) -> int:
+        return self.layer_bytes
+
+    def static_bytes(self, layer: str) -> int:
+        return 4 * self.layer_bytes
+
+    def optimizer_ns(self, layer: str) -> int:
+        return self.static_bytes(layer) * 1_000 // self.bytes_per_us
+
+    def _row_ns(self, module: str) -> int:
+        return self.row_ns.get(module, 1_000)
+
+
+def _rows(items: Sequence[Item]) -> int:
+    return sum(item.sizes["tokens"] for item in items)
