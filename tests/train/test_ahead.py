@@ -1,0 +1,70 @@
+"""The planner thread stays one order ahead, and its errors reach the workers in place of a plan."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from pipeweaver.runtime.ahead import Ahead, Order
+from pipeweaver.runtime.exchange import Exchange, Finish, FirstRankFailed, RunPlan
+from pipeweaver.schedule.ir import Placement, Plan
+
+
+def empty_plan(step, replica=0, num_replicas=1):
+    return Plan(
+        step=step, replica=replica, num_replicas=num_replicas, policy="none", seed=0, rounds=0, forward_only=False,
+        items=(), links=(), records={}, placement=Placement(workers=1, chunks=()), parts=(), order=((),), edges=(),
+        transfers=(), groups=(), normalisers={}, actions=((),), static_bytes=(0,),
+    )  # fmt: skip
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
+
+
+def test_stays_one_order_ahead():
+    exchange = Exchange(dist.HashStore(), patience_s=5)
+    made = []
+
+    def orders():
+        for step in range(4):
+            made.append(step)
+            yield Order(plans=(empty_plan(step),))
+
+    ahead = Ahead(orders(), exchange, num_replicas=1, readers=1)
+    for step in range(4):
+        message = exchange.receive(step, 0)
+        assert isinstance(message, RunPlan) and message.plan == empty_plan(step)
+        time.sleep(0.02)
+        assert made == list(range(step + 1))  # the next one waits until this one starts
+        assert ahead.started(step).plans == (empty_plan(step),)
+        wait_until(lambda: len(made) == min(step + 2, 4))  # noqa: B023
+    assert exchange.receive(4, 0) == Finish()
+    assert ahead.started(4) is None
+
+
+def test_an_error_takes_the_place_of_the_plan_in_every_replica():
+    exchange = Exchange(dist.HashStore(), patience_s=5)
+
+    def orders():
+        yield Order(plans=(empty_plan(0, 0, 2), empty_plan(0, 1, 2)))
+        raise ValueError("worker 1 needs 3 GiB more")
+
+    ahead = Ahead(orders(), exchange, num_replicas=2, readers=1)
+    assert exchange.receive(0, 0).plan.replica == 0
+    assert exchange.receive(0, 1).plan.replica == 1
+    ahead.started(0)
+    for replica in range(2):
+        with pytest.raises(FirstRankFailed, match="ValueError: worker 1 needs 3 GiB more"):
+            exchange.receive(1, replica)
+    assert isinstance(ahead.error, ValueError)
+
+
+def test_close_ends_the_thread():
+    ahead = Ahead(iter([]), Exchange(dist.HashStore(), patience_s=5), num_replicas=1, readers=1)
+    ahead.close()
+    assert not any(thread.name == "planner" for thread in threading.enumerate())
