@@ -39,7 +39,7 @@ class Document:
         where, value = self.path, _value_at(self.table, path)
         near = path
         while near and near not in self.lines and near not in self.overrides:
-            near = near.rpartition(".")[0]
+            near = near[: max(near.rfind("."), near.rfind("["), 0)]
         if near in self.overrides:
             where = f"--set {self.overrides[near]}"
         elif near:
