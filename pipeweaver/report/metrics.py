@@ -29,9 +29,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     policy: str
-    loss: float
+    loss: float | None
     learning_rate: float
-    gradient_norm: float
+    gradient_norm: float | None
     step_ns: int
     predicted_step_ns: int | None
     prediction_error: float | None
