@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeweaver.data.items import Item
-from pipeweaver.model.graph import Flow, LayerSpec, ModelGraph, Module, TensorSpec, positions, topological
+from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, TensorSpec, positions, topological
 from pipeweaver.schedule.ir import Chunk, Edge, Part, Placement, Rows
 
 Parts = tuple[tuple[Part, ...], ...]
@@ -65,6 +65,17 @@ def connect(
                             )
                         )
     return tuple(edges)
+
+
+def is_whole(edges: Sequence[Edge], incoming: Sequence[int], edge: int) -> bool:
+    """Whether an edge alone brings an input, its rows in order: then the tensor that arrives is the input itself.
+
+    `incoming` are the numbers of all edges into the same (chunk, part). Otherwise the input is assembled
+    from its edges in memory of its own.
+    """
+    this = edges[edge]
+    alone = all(edges[other].input != this.input for other in incoming if other != edge)
+    return alone and len(this.rows) == 1
 
 
 def covers(module: Module, chunk: Chunk, position: int) -> bool:
@@ -241,11 +252,3 @@ def _gather(
                 rows.append(Rows(start, row, length))
             row += length
     return found
-
-
-def flow_into(graph: ModelGraph, module: str, name: str) -> Flow | None:
-    """The flow that brings input `name` to a module; None if the module's own layers carry it."""
-    for flow in graph.flows:
-        if flow.destination == module and flow.name == name:
-            return flow
-    return None

@@ -1,0 +1,515 @@
+"""From a policy's draft to a plan: every worker's list of actions, as projections of one total order.
+
+Stages are timed under the draft's orders. A transfer is a single event, at the end of the stage that
+produces its tensor; every worker posts its transfers in the order of these events, so both ends queue
+them alike. The receiver posts before the stage that it runs at that time (`lead` stages earlier still, but
+never ahead of a transfer that it has to post first), so that data moves while it computes. Waits stand
+where the data is needed. Hence no deadlock: take the earliest transfer in the total order that never
+completes; its posts and all posts queued before it precede, at both ends, everything that could wait for it.
+
+Example, one image part and one text part on two workers:
+
+    worker 0   Load 0F0, 0F0, post send, ...              wait gradient, 0B0, ...
+    worker 1   post receive, Load 1F0, wait, 1F0, 1B0, post send, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from pipeweaver.costs import Costs, StageCost
+from pipeweaver.data.items import Share, linked
+from pipeweaver.model.graph import ModelGraph, TensorSpec, positions
+from pipeweaver.schedule.bounds import lower_bound_ns
+from pipeweaver.schedule.connect import connect, covers, has_backward, is_whole
+from pipeweaver.schedule.emulate import Queue, emulate, prediction
+from pipeweaver.schedule.ir import (
+    Action,
+    Allocation,
+    Buffer,
+    Compute,
+    Draft,
+    Edge,
+    Free,
+    Load,
+    Norm,
+    ParameterGroup,
+    Placement,
+    Plan,
+    Post,
+    Reduce,
+    Stage,
+    Step,
+    Transfer,
+    Wait,
+)
+from pipeweaver.schedule.timing import OrderError, StageTimes, time_stages
+
+Direction = Literal["F", "B"]
+
+ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+"""Bytes of one element, by torch dtype name."""
+
+
+def compile_plan(
+    graph: ModelGraph,
+    share: Share,
+    draft: Draft,
+    costs: Costs,
+    *,
+    dtype: str = "float32",
+    lead: int = 1,
+    queue: Queue = "pair",
+) -> Plan:
+    """The plan of one replica, with its prediction (the replica emulated alone).
+
+    `dtype` is what tensors between chunks are in. `lead` is how many stages ahead of need a receive is posted.
+    Raises ValueError if the draft's orders wait for each other in a circle, or lack a stage.
+    """
+    step = _Step(graph, share, draft, costs, dtype)
+    times = _time(step, draft)
+    transfers, posts = _transfers(step, times, lead)
+    groups = parameter_groups(graph, draft.placement, costs)
+    plan = Plan(
+        step=share.step,
+        replica=share.replica,
+        num_replicas=share.num_replicas,
+        policy=draft.policy,
+        seed=draft.seed,
+        rounds=draft.rounds,
+        forward_only=draft.forward_only,
+        items=share.items,
+        links=share.links,
+        records=share.records,
+        placement=draft.placement,
+        parts=draft.parts,
+        order=draft.order,
+        edges=step.edges,
+        transfers=tuple(transfers),
+        groups=groups,
+        normalisers=share.normalisers,
+        actions=tuple(
+            (
+                *_worker_actions(step, worker, times, transfers, posts),
+                *_ending(step, worker, groups, share.num_replicas),
+            )
+            for worker in range(draft.placement.workers)
+        ),
+        static_bytes=tuple(
+            sum(costs.static_bytes(layer) for layer in layers_on(graph, draft.placement, worker))
+            for worker in range(draft.placement.workers)
+        ),
+        costs=costs.source,
+    )
+    useful = useful_ns(graph, share, costs)
+    bound = lower_bound_ns(draft.order, step.duration_ns, step.successors, step.number)
+    return _with_prediction(plan, queue, useful, bound)
+
+
+def layers_on(graph: ModelGraph, placement: Placement, worker: int) -> tuple[str, ...]:
+    """Names of the layers that a worker holds, each once."""
+    names = [
+        name
+        for number in placement.on(worker)
+        for name, _ in graph.by_name[placement.chunks[number].module].range(
+            placement.chunks[number].start, placement.chunks[number].stop
+        )
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def parameter_groups(graph: ModelGraph, placement: Placement, costs: Costs) -> tuple[ParameterGroup, ...]:
+    """Trainable layers, and tied parameters, by the workers that hold them, in the order of the first holder.
+
+    A tied parameter goes by its canonical name and is held wherever either end of the tie is.
+    """
+    holders: dict[str, set[int]] = {}
+    for worker in range(placement.workers):
+        for name in layers_on(graph, placement, worker):
+            holders.setdefault(name, set()).add(worker)
+    specs = {name: layer for module in graph.modules for name, layer in module.range(0, len(module.layers))}
+    owners = {name: found for name, found in holders.items() if specs[name].trainable}
+    num_bytes = {name: costs.parameter_bytes(name) for name in owners}
+    for module in graph.modules:
+        for alias, canonical in module.tied.items():
+            ends = [f"{module.name}.{parameter}" for parameter in (alias, canonical)]
+            tied = [next((layer for layer in owners if end.startswith(layer + ".")), None) for end in ends]
+            if any(tied):
+                owners[ends[1]] = set().union(*(owners[layer] for layer in tied if layer))
+                num_bytes[ends[1]] = costs.parameter_bytes(ends[1])
+                for layer in tied:
+                    if layer:
+                        num_bytes[layer] = max(0, num_bytes[layer] - num_bytes[ends[1]])
+    by_holders: dict[tuple[int, ...], list[str]] = {}
+    for name, found in owners.items():
+        by_holders.setdefault(tuple(sorted(found)), []).append(name)
+    return tuple(
+        ParameterGroup(parameters=tuple(sorted(names)), holders=group, num_bytes=sum(num_bytes[n] for n in names))
+        for group, names in sorted(by_holders.items())
+    )
+
+
+def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> int:
+    """W of a share: forward and backward of all items at each module's most efficient size."""
+    sources = linked(share.items, share.links)
+    total = 0
+    for module in graph.modules:
+        chosen = [i for i, item in enumerate(share.items) if item.module == module.name]
+        if chosen:
+            total += costs.useful_ns(module.name, [share.items[i] for i in chosen], [sources[i] for i in chosen])
+    return total
+
+
+@dataclass
+class _Step:
+    """What compilation knows of the stages: their numbers, costs, edges and dependencies."""
+
+    graph: ModelGraph
+    share: Share
+    draft: Draft
+    costs: Costs
+    dtype: str
+    edges: tuple[Edge, ...] = ()
+    backward: tuple[bool, ...] = ()
+    stages: list[Stage] = field(default_factory=list)
+    number: dict[Stage, int] = field(default_factory=dict)
+    cost: dict[tuple[int, int], StageCost] = field(default_factory=dict)
+    duration_ns: list[int] = field(default_factory=list)
+    successors: list[list[tuple[int, int]]] = field(default_factory=list)
+    incoming: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    outgoing: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    lag_ns: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draft, share = self.draft, self.share
+        chunks = draft.placement.chunks
+        self.edges = connect(self.graph, draft.placement, share.items, share.links, draft.parts, self.dtype)
+        self.backward = (False,) * len(chunks) if draft.forward_only else has_backward(self.graph, draft.placement)
+        sources = linked(share.items, share.links)
+        for number, parts in enumerate(draft.parts):
+            for part_number, part in enumerate(parts):
+                self.cost[number, part_number] = self.costs.stage(
+                    chunks[number], [share.items[i] for i in part.items], [sources[i] for i in part.items]
+                )
+        self.stages = [stage for order in draft.order for stage in order]
+        self.number = {stage: i for i, stage in enumerate(self.stages)}
+        self.duration_ns = [_duration(stage, self.cost[stage.chunk, stage.part]) for stage in self.stages]
+        self._check_stages()
+        for i, edge in enumerate(self.edges):
+            self.incoming.setdefault(edge.destination, []).append(i)
+            self.outgoing.setdefault(edge.source, []).append(i)
+            sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
+            self.lag_ns.append(
+                0 if sender == receiver else self.costs.transfer_ns(sender, receiver, self.num_bytes(edge))
+            )
+        self.successors = [[] for _ in self.stages]
+        for edge, lag in zip(self.edges, self.lag_ns, strict=True):
+            self._precede(Stage(*edge.source, "F"), Stage(*edge.destination, "F"), lag)
+            if edge.grad and not draft.forward_only:
+                self._precede(self.gradient_stage(edge.destination), self.gradient_stage(edge.source), lag)
+        for stage in self.stages:
+            if stage.phase in "BI":
+                self._precede(Stage(stage.chunk, stage.part, "F"), stage, 0)
+            elif stage.phase == "W":
+                self._precede(Stage(stage.chunk, stage.part, "I"), stage, 0)
+
+    def gradient_stage(self, at: tuple[int, int]) -> Stage:
+        """The stage of a (chunk, part) that produces its input gradients: B, or I if the backward is split."""
+        fused = Stage(*at, "B")
+        return fused if fused in self.number else Stage(*at, "I")
+
+    def last_stage(self, at: tuple[int, int]) -> Stage:
+        """The stage of a (chunk, part) after which nothing of it is needed by itself."""
+        if not self.backward[at[0]]:
+            return Stage(*at, "F")
+        return self.gradient_stage(at)
+
+    def num_bytes(self, edge: Edge) -> int:
+        return edge.num_rows * edge.width * ITEM_SIZES[edge.dtype]
+
+    def is_local(self, edge: Edge) -> bool:
+        chunks = self.draft.placement.chunks
+        return chunks[edge.source[0]].worker == chunks[edge.destination[0]].worker
+
+    def _precede(self, first: Stage, second: Stage, lag: int) -> None:
+        self.successors[self.number[first]].append((self.number[second], lag))
+
+    def _check_stages(self) -> None:
+        chunks = self.draft.placement.chunks
+        expected = {Stage(c, p, "F") for c, parts in enumerate(self.draft.parts) for p in range(len(parts))}
+        for c, parts in enumerate(self.draft.parts):
+            for p in range(len(parts)):
+                if self.backward[c]:
+                    split = Stage(c, p, "I") in self.number
+                    expected |= {Stage(c, p, "I"), Stage(c, p, "W")} if split else {Stage(c, p, "B")}
+        missing, surplus = expected - set(self.stages), set(self.stages) - expected
+        if missing or surplus or len(self.number) < len(self.stages):
+            repeated = (
+                {stage for stage in self.number if self.stages.count(stage) > 1} if not (missing or surplus) else set()
+            )
+            raise ValueError(
+                f"the order of policy {self.draft.policy or '(unnamed)'} lacks stages [{_text(missing)}], "
+                f"has stages that do not belong [{_text(surplus)}], repeats [{_text(repeated)}]"
+            )
+        for worker, order in enumerate(self.draft.order):
+            for stage in order:
+                if chunks[stage.chunk].worker != worker:
+                    raise ValueError(
+                        f"stage {stage} is in the order of worker {worker}, but {chunks[stage.chunk]} is not there"
+                    )
+
+
+def _text(stages: set[Stage]) -> str:
+    return " ".join(str(stage) for stage in sorted(stages)[:8]) + (" …" if len(stages) > 8 else "")
+
+
+def _duration(stage: Stage, cost: StageCost) -> int:
+    match stage.phase:
+        case "F":
+            return cost.forward_ns
+        case "B":
+            return cost.backward_ns
+        case "I":
+            return cost.input_ns
+        case _:
+            return cost.weight_ns
+
+
+def _time(step: _Step, draft: Draft) -> StageTimes:
+    orders = [[step.number[stage] for stage in order] for order in draft.order]
+    try:
+        return time_stages(orders, step.duration_ns, step.successors)
+    except OrderError as error:
+        at = ", ".join(
+            f"worker {worker} at {step.stages[stage]}" for worker, stage in enumerate(error.stuck) if stage is not None
+        )
+        raise ValueError(f"the order of policy {draft.policy or '(unnamed)'} has a circle of waiting: {at}") from None
+
+
+def _transfers(step: _Step, times: StageTimes, lead: int) -> tuple[list[Transfer], list[list[tuple[int, int]]]]:
+    """All transfers in their total order, and per worker its posts as (slot, transfer), in that order.
+
+    Slot k stands before the k-th stage of the worker's order.
+    """
+    chunks = step.draft.placement.chunks
+    rank = {stage: i for i, stage in enumerate(times.completed)}
+    slot = {step.number[stage]: k for order in step.draft.order for k, stage in enumerate(order)}
+    worker_ranks = [[rank[step.number[stage]] for stage in order] for order in step.draft.order]
+    events: list[tuple[int, int, Direction, int, int]] = []
+    for i, edge in enumerate(step.edges):
+        if not step.is_local(edge):
+            sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
+            events.append((rank[step.number[Stage(*edge.source, "F")]], i, "F", sender, receiver))
+            if edge.grad and not step.draft.forward_only:
+                events.append((rank[step.number[step.gradient_stage(edge.destination)]], i, "B", receiver, sender))
+    transfers: list[Transfer] = []
+    posts: list[list[tuple[int, int]]] = [[] for _ in step.draft.order]
+    passed = [0] * len(step.draft.order)  # stages of each worker that end before the event at hand
+    for event, i, phase, sender, receiver in sorted(events):
+        edge = step.edges[i]
+        while passed[receiver] < len(worker_ranks[receiver]) and worker_ranks[receiver][passed[receiver]] < event:
+            passed[receiver] += 1
+        sent = slot[times.completed[event]] + 1
+        earliest = posts[receiver][-1][0] if posts[receiver] else 0
+        received = max(passed[receiver] - lead, earliest)
+        posts[sender].append((sent, len(transfers)))
+        posts[receiver].append((received, len(transfers)))
+        transfers.append(
+            Transfer(
+                edge=i,
+                phase=phase,
+                sender=sender,
+                receiver=receiver,
+                shape=(edge.num_rows, edge.width),
+                dtype=edge.dtype,
+                num_bytes=step.num_bytes(edge),
+                duration_ns=step.lag_ns[i],
+            )
+        )
+    return transfers, posts
+
+
+def _worker_actions(
+    step: _Step, worker: int, times: StageTimes, transfers: list[Transfer], posts: list[list[tuple[int, int]]]
+) -> list[Action]:
+    """Loads, stages, posts, waits and frees of a worker. Before stage k come, in this order: what stage k-1
+    lets go of, posts, waits for sends long on their way and what these free, the load of stage k and waits
+    for its tensors."""
+    order = step.draft.order[worker]
+    size = len(order)
+    ends = [times.end_ns[step.number[stage]] for stage in order]
+    number = {(transfer.edge, transfer.phase): i for i, transfer in enumerate(transfers)}
+    freed: list[list[Buffer]] = [[] for _ in range(size + 1)]
+    posted: list[list[Post]] = [[] for _ in range(size + 1)]
+    sent: list[list[Wait]] = [[] for _ in range(size + 1)]
+    slot_of_wait: dict[int, int] = {}
+    slot_of_stage = {stage: k for k, stage in enumerate(order)}
+    for slot, i in posts[worker]:
+        transfer = transfers[i]
+        allocation = (Allocation(Buffer("received", i), transfer.num_bytes),) if transfer.receiver == worker else ()
+        posted[slot].append(Post(transfer=i, allocations=allocation))
+        if transfer.sender == worker:
+            # One stage past the predicted arrival: by then the wait finds the send done.
+            edge = step.edges[transfer.edge]
+            at = edge.source if transfer.phase == "F" else edge.destination
+            producer = Stage(*at, "F") if transfer.phase == "F" else step.gradient_stage(at)
+            arrival = times.end_ns[step.number[producer]] + transfer.duration_ns
+            wait = slot
+            while wait < size and ends[wait] <= arrival:
+                wait += 1
+            slot_of_wait[i] = min(wait + 1, size)
+            sent[slot_of_wait[i]].append(Wait(transfer=i))
+    loads: list[list[Action]] = [[] for _ in range(size)]
+    computes: list[Compute] = []
+    for k, stage in enumerate(order):
+        at = (stage.chunk, stage.part)
+        cost = step.cost[at]
+        last = slot_of_stage[step.last_stage(at)]
+        allocations: list[Allocation] = []
+        workspace = cost.backward_workspace_bytes
+        if stage.phase == "F":
+            workspace = cost.forward_workspace_bytes
+            names = _loads(step, stage.chunk)
+            if names:
+                loaded = Buffer("loaded", *at)
+                loads[k].append(
+                    Load(
+                        chunk=stage.chunk,
+                        part=stage.part,
+                        names=names,
+                        allocations=(Allocation(loaded, cost.loaded_bytes),),
+                        duration_ns=cost.load_ns,
+                    )
+                )
+                freed[last + 1].append(loaded)
+            assembled = 0
+            for i in step.incoming.get(at, ()):
+                edge = step.edges[i]
+                whole = is_whole(step.edges, step.incoming[at], i)
+                assembled += 0 if whole else step.num_bytes(edge)
+                if not step.is_local(edge):
+                    loads[k].append(Wait(transfer=number[i, "F"]))
+                    freed[(last if whole else k) + 1].append(Buffer("received", number[i, "F"]))
+            output = _output_bytes(step, at)
+            if step.backward[stage.chunk]:
+                saved = Buffer("saved", *at)
+                allocations.append(Allocation(saved, cost.saved_bytes + output + assembled))
+                freed[last + 1].append(saved)
+            else:
+                workspace += assembled
+                if at in step.outgoing:
+                    outlet = Buffer("output", *at)
+                    allocations.append(Allocation(outlet, output))
+                    freed[_last_use(step, at, "F", slot_of_wait, number, slot_of_stage, k)].append(outlet)
+        elif stage.phase in "BI":
+            for i in step.outgoing.get(at, ()):
+                edge = step.edges[i]
+                if edge.grad and not step.is_local(edge):
+                    loads[k].append(Wait(transfer=number[i, "B"]))
+                    freed[k + 1].append(Buffer("received", number[i, "B"]))
+            returned = sum(step.num_bytes(step.edges[i]) for i in step.incoming.get(at, ()) if step.edges[i].grad)
+            if returned:
+                gradient = Buffer("gradient", *at)
+                allocations.append(Allocation(gradient, returned))
+                freed[_last_use(step, at, "B", slot_of_wait, number, slot_of_stage, k)].append(gradient)
+            if stage.phase == "I":
+                weight = Buffer("weight", *at)
+                allocations.append(Allocation(weight, cost.weight_bytes))
+                freed[slot_of_stage[Stage(*at, "W")] + 1].append(weight)
+        computes.append(
+            Compute(
+                stage=stage,
+                allocations=tuple(allocations),
+                workspace_bytes=workspace,
+                duration_ns=step.duration_ns[step.number[stage]],
+            )
+        )
+    actions: list[Action] = []
+    for k in range(size + 1):
+        tensors = tuple(buffer for buffer in freed[k] if buffer.kind in ("output", "gradient"))
+        others = tuple(buffer for buffer in freed[k] if buffer not in tensors)
+        actions += [Free(buffers=others)] if others else []
+        actions += posted[k]
+        actions += sent[k]
+        actions += [Free(buffers=tensors)] if tensors else []
+        if k < size:
+            actions += [*loads[k], computes[k]]
+    return actions
+
+
+def _last_use(
+    step: _Step,
+    at: tuple[int, int],
+    phase: Direction,
+    slot_of_wait: dict[int, int],
+    number: dict[tuple[int, Direction], int],
+    slot_of_stage: dict[Stage, int],
+    produced: int,
+) -> int:
+    """Slot in which the outputs ("F") or input gradients ("B") of a (chunk, part) are no longer needed:
+    their sends are waited for, and the stages on this worker that take them are done."""
+    edges = step.outgoing if phase == "F" else step.incoming
+    slots = [produced + 1]
+    for i in edges.get(at, ()):
+        edge = step.edges[i]
+        if phase == "B" and not edge.grad:
+            continue
+        if not step.is_local(edge):
+            slots.append(slot_of_wait[number[i, phase]])
+        elif phase == "F":
+            slots.append(slot_of_stage[step.last_stage(edge.destination)] + 1)
+        else:
+            slots.append(slot_of_stage[step.gradient_stage(edge.source)] + 1)
+    return max(slots)
+
+
+def _loads(step: _Step, number: int) -> tuple[str, ...]:
+    chunk = step.draft.placement.chunks[number]
+    module = step.graph.by_name[chunk.module]
+    names = [name for _, layer in module.range(chunk.start, chunk.stop) for name in layer.loads]
+    return tuple(dict.fromkeys(names))
+
+
+def _output_bytes(step: _Step, at: tuple[int, int]) -> int:
+    """Bytes of the distinct tensors that leave a (chunk, part), whole."""
+    chunk = step.draft.placement.chunks[at[0]]
+    module = step.graph.by_name[chunk.module]
+    outputs = {step.edges[i].output for i in step.outgoing.get(at, ())}
+    specs: dict[str, TensorSpec] = {}
+    for position, layer in positions(module):
+        if covers(module, chunk, position):
+            specs |= {
+                spec.name: spec for spec in (*layer.sends, *(layer.carries if position == chunk.stop - 1 else ()))
+            }
+    items = [step.share.items[i] for i in step.draft.parts[at[0]][at[1]].items]
+    return sum(
+        sum(item.sizes[specs[name].rows] for item in items)
+        * specs[name].width
+        * ITEM_SIZES[step.dtype if specs[name].dtype == "model" else specs[name].dtype]
+        for name in outputs
+    )
+
+
+def _ending(step: _Step, worker: int, groups: tuple[ParameterGroup, ...], num_replicas: int) -> list[Action]:
+    """Reductions, in the order of the groups; then the norm; then the optimizer's step."""
+    if step.draft.forward_only:
+        return []
+    actions: list[Action] = []
+    for number, group in enumerate(groups):
+        members = len(group.holders) * num_replicas
+        if worker in group.holders and members > 1:
+            actions.append(Reduce(group=number, duration_ns=step.costs.reduce_ns(members, group.num_bytes)))
+    workers = step.draft.placement.workers * num_replicas
+    actions.append(Norm(duration_ns=step.costs.reduce_ns(workers, 8) if workers > 1 else 0))
+    layers = layers_on(step.graph, step.draft.placement, worker)
+    actions.append(Step(duration_ns=sum(step.costs.optimizer_ns(layer) for layer in layers)))
+    return actions
+
+
+def _with_prediction(plan: Plan, queue: Queue, useful: int, bound: int) -> Plan:
+
+    (timeline,) = emulate([plan], queue)
+    return msgspec.structs.replace(plan, prediction=prediction(plan, timeline, useful_ns=useful, lower_bound_ns=bound))
