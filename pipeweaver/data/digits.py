@@ -1,0 +1,275 @@
+"""Built-in data: documents of text and images of real handwritten digits, endless and varied.
+
+Each image is followed by its digit's name, so that reading it is learned and can be measured. A document:
+
+    bos "Notes from the post office. " <image 6x6> "three " <image 10x10> "seven " eos
+
+Its sample has two vision items (36 and 100 patches; 9 and 25 features, hence 9 and 25 placeholders) and
+one language item. Loss is on all text, names included, or on the names only. Each name is an answer span.
+The images are scikit-learn's copy of the UCI "Optical Recognition of Handwritten Digits" test set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeweaver.data.dataset import Bound
+from pipeweaver.data.images import image_sizes, to_patches
+from pipeweaver.data.items import Item, Sample
+from pipeweaver.data.sequence import Piece, TokenSequence, build_sequence
+from pipeweaver.data.tokens import ByteTokenizer
+
+Split = Literal["train", "held-out"]
+Kind = Literal["documents", "text", "text-to-image"]
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+HELD_OUT_SHARE = 0.2
+"""Of the images; which ones is fixed, whatever the seed."""
+TEXT_ONLY_SHARE = 0.25
+MEAN_IMAGES = 4.5
+_SENTENCES = (
+    "Notes from the post office. ",
+    "A clerk wrote these by hand. ",
+    "Each was scanned once. ",
+    "The ink was still wet. ",
+    "Read them from left to right. ",
+    "Nobody remembers the order. ",
+    "The sheet had no lines. ",
+    "Some are larger than others. ",
+)
+_WORDS = {24: "small", 32: "plain", 40: "large"}
+
+
+class _Picture(NamedTuple):
+    image: int
+    pixels: int
+
+
+_Document = tuple[str | _Picture, ...]
+
+
+class DigitsDataset:
+    """Records drawn as a pure function of (seed, split, record).
+
+    `kind` "documents": a quarter are text only, the others have a number of images that is geometric
+    from 1 with mean 4.5, at most `max_images`, at a size drawn from `pixels` each. "text": text only.
+    "text-to-image": a caption, linked to a diffusion item that holds the image ("latents").
+    No document is longer than `max_tokens`: what does not fit is not drawn. `supervise` "names" puts the
+    loss on the digits' names only. Image values are scaled to [-1, 1]. Raises ValueError for impossible
+    settings.
+    """
+
+    def __init__(
+        self,
+        *,
+        split: Split = "train",
+        seed: int = 0,
+        num_records: int | None = None,
+        kind: Kind = "documents",
+        max_tokens: int = 512,
+        max_images: int = 16,
+        pixels: Sequence[int] = (24, 32, 40),
+        patch: int = 4,
+        merge: int = 2,
+        supervise: Literal["text", "names"] = "text",
+        vision: str = "vision",
+        language: str = "language",
+        diffusion: str = "diffusion",
+    ) -> None:
+        self.split, self.seed, self.kind, self.num_records = split, seed, kind, num_records
+        self.max_tokens, self.max_images, self.pixels = max_tokens, max_images, tuple(pixels)
+        self.patch, self.merge, self.supervise = patch, merge, supervise
+        self.vision, self.language, self.diffusion = vision, language, diffusion
+        self._tokenizer = ByteTokenizer()
+        self._check()
+        self._images = _split(split)
+        self._document = lru_cache(maxsize=4096)(self._draw)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._tokenizer.vocabulary
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        return {self.vision: self._tokenizer.image} if self.kind == "documents" else {}
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return (
+            {{"documents": "pixels", "text-to-image": "latents"}[self.kind]: self.patch**2}
+            if self.kind != "text"
+            else {}
+        )
+
+    def bound(self, module: str) -> Bound:
+        largest = max(self.pixels)
+        if module == self.language:
+            return Bound(self.max_tokens, 1)
+        if module == self.vision and self.kind == "documents":
+            return Bound(self.max_images * (largest // self.patch) ** 2, self.max_images)
+        if module == self.diffusion and self.kind == "text-to-image":
+            return Bound((largest // self.patch) ** 2, 1)
+        return Bound(0, 0)
+
+    def describe(self, record: int) -> str:
+        return f"record {record} of the {self.split} digits"
+
+    def sample(self, record: int, *, task: str = "main", draw: int = 0) -> Sample:
+        document = self._document(record)
+        sequence = self._sequence(document)
+        items = [
+            Item(task=task, draw=draw, module=self._image_module, position=position, sizes=self._sizes(picture))
+            for position, picture in enumerate(_pictures(document))
+        ]
+        sizes = {"tokens": len(sequence.tokens), "supervised": sequence.supervised}
+        text = Item(task=task, draw=draw, module=self.language, position=0, sizes=sizes)
+        if self.kind == "text-to-image":
+            return Sample(task=task, draw=draw, record=record, items=(text, *items), links=((0, 1),))
+        links = tuple((i, len(items)) for i in range(len(items)))
+        return Sample(task=task, draw=draw, record=record, items=(*items, text), links=links)
+
+    def load(self, record: int, item: Item, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        document = self._document(record)
+        if item.module == self.language:
+            return {name: array for name, array in self._sequence(document)._asdict().items() if name in names}
+        picture = _pictures(document)[item.position]
+        image = _resize(_digits()[0][picture.image], picture.pixels)
+        name = "latents" if self.kind == "text-to-image" else "pixels"
+        return {name: to_patches(image[None], self.patch)} if name in names else {}
+
+    def image_numbers(self, record: int) -> tuple[int, ...]:
+        """Which of scikit-learn's images the record shows, in order."""
+        return tuple(picture.image for picture in _pictures(self._document(record)))
+
+    @property
+    def _image_module(self) -> str:
+        return self.diffusion if self.kind == "text-to-image" else self.vision
+
+    def _sizes(self, picture: _Picture) -> dict[str, int]:
+        side = picture.pixels // self.patch
+        if self.kind == "text-to-image":
+            return {"tokens": side * side, "elements": picture.pixels**2, "height": side, "width": side}
+        return image_sizes(side, side, self.merge)
+
+    def _draw(self, record: int) -> _Document:
+        assert record >= 0 and (self.num_records is None or record < self.num_records), record
+        random = np.random.default_rng([self.seed, ("train", "held-out").index(self.split), record])
+        if self.kind == "text-to-image":
+            picture = self._draw_picture(random)
+            return (f"A {_WORDS.get(picture.pixels, str(picture.pixels))} {self._name(picture)}.", picture)
+        pictures: list[_Picture] = []
+        if self.kind == "documents" and random.random() >= TEXT_ONLY_SHARE:
+            count = min(int(random.geometric(1 / MEAN_IMAGES)), self.max_images)
+            pictures = [self._draw_picture(random) for _ in range(count)]
+        left = self.max_tokens - 2
+        kept: list[_Picture] = []
+        for picture in pictures:
+            left -= self._rows(picture)
+            if left < 0:
+                break
+            kept.append(picture)
+        left = self.max_tokens - 2 - sum(self._rows(picture) for picture in kept)
+        before = _draw_text(random, int(random.integers(1, 2 if kept else 7)), left)
+        after = _draw_text(random, int(random.integers(0, 2)), left - len(before)) if kept else ""
+        return (before, *kept, after)
+
+    def _draw_picture(self, random: np.random.Generator) -> _Picture:
+        return _Picture(int(random.choice(self._images)), int(random.choice(self.pixels)))
+
+    def _rows(self, picture: _Picture) -> int:
+        """Tokens that a picture takes in a document: its placeholders, its name, a space."""
+        return (picture.pixels // self.patch // self.merge) ** 2 + len(self._name(picture)) + 1
+
+    def _name(self, picture: _Picture) -> str:
+        return NAMES[_digits()[1][picture.image]]
+
+    def _sequence(self, document: _Document) -> TokenSequence:
+        tokenizer, text_learned = self._tokenizer, self.supervise == "text"
+        pieces = [Piece([tokenizer.bos], False)]
+        span = 0
+        for part in document:
+            if isinstance(part, str):
+                pieces.append(Piece(tokenizer.encode(part), text_learned))
+            elif self.kind == "documents":
+                features = (part.pixels // self.patch // self.merge) ** 2
+                pieces.append(Piece([tokenizer.image] * features, False))
+                pieces.append(Piece(tokenizer.encode(self._name(part)), True, span))
+                pieces.append(Piece(tokenizer.encode(" "), text_learned))
+                span += 1
+        pieces.append(Piece([tokenizer.eos], text_learned))
+        return build_sequence(pieces)
+
+    def _check(self) -> None:
+        side = self.patch * self.merge
+        if self.split not in ("train", "held-out"):
+            raise ValueError(f"digits: there is no split {self.split!r}; there are train and held-out")
+        if self.seed < 0:
+            raise ValueError(f"digits: seed is {self.seed}; it must be 0 or more")
+        if self.num_records is not None and self.num_records < 1:
+            raise ValueError(f"digits: num_records is {self.num_records}, so there are no samples; give 1 or more")
+        if not self.pixels or any(pixels < side or pixels % side for pixels in self.pixels):
+            raise ValueError(
+                f"digits: pixels are {list(self.pixels)}; each must be a multiple of patch * merge = {side}"
+            )
+        if self.max_images < 1:
+            raise ValueError(f"digits: max_images is {self.max_images}; it must be 1 or more")
+        if self.supervise == "names" and self.kind != "documents":
+            raise ValueError(f'digits: supervise = "names" leaves {self.kind} without any loss; use "text"')
+        longest_text = 2 + max(map(len, _SENTENCES))
+        needed = max(longest_text, 2 + max(map(len, NAMES)) + 1 + (max(self.pixels) // side) ** 2)
+        if self.kind == "text-to-image":
+            needed = 2 + len("A  .") + max(len(_WORDS.get(p, str(p))) for p in self.pixels) + max(map(len, NAMES))
+        if self.kind == "text":
+            needed = longest_text
+        if self.max_tokens < needed:
+            raise ValueError(f"digits: max_tokens is {self.max_tokens}, but one {self.kind} record needs {needed}")
+
+
+def _pictures(document: _Document) -> list[_Picture]:
+    return [part for part in document if isinstance(part, _Picture)]
+
+
+def _draw_text(random: np.random.Generator, count: int, room: int) -> str:
+    """Up to `count` sentences, as far as they fit into `room` bytes."""
+    text = ""
+    for index in random.integers(0, len(_SENTENCES), count):
+        if len(text) + len(_SENTENCES[index]) <= room:
+            text += _SENTENCES[index]
+    return text
+
+
+@cache
+def _digits() -> tuple[NDArray[np.float32], tuple[int, ...]]:
+    """(images [1797, 8, 8] in [-1, 1], digits)."""
+    from sklearn.datasets import load_digits  # a second of import that runs on other data need not pay
+
+    found = load_digits()
+    images = (found.images / 8.0 - 1.0).astype(np.float32)
+    return images, tuple(int(digit) for digit in found.target)
+
+
+@cache
+def _split(split: Split) -> NDArray[np.int64]:
+    count = len(_digits()[1])
+    order = np.random.default_rng(0).permutation(count)
+    held_out = round(count * HELD_OUT_SHARE)
+    return np.sort(order[:held_out] if split == "held-out" else order[held_out:])
+
+
+def _resize(image: NDArray[np.float32], pixels: int) -> NDArray[np.float32]:
+    """Linear interpolation between the centres of the pixels, the border repeated."""
+    weights = _interpolation(len(image), pixels)
+    return np.asarray(weights @ image @ weights.T, dtype=np.float32)
+
+
+@cache
+def _interpolation(size: int, pixels: int) -> NDArray[np.float32]:
+    """[pixels, size]: row i holds the weights of the source pixels in target pixel i."""
+    centres = np.clip((np.arange(pixels) + 0.5) * size / pixels - 0.5, 0, size - 1)
+    distance = np.abs(centres[:, None] - np.arange(size)[None, :])
+    return np.maximum(0.0, 1.0 - distance).astype(np.float32)
