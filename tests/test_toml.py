@@ -105,7 +105,11 @@ def test_type_chooses_the_record(tmp_path: Path) -> None:
     records = {"oven": Oven, "hob": Hob}
     document = toml.read(write(tmp_path, "[a]\ntype = 'hob'\nplates = 2\n[b]\n[c]\ntype = 'hobb'\n[d]\ntype = 3\n"))
     assert toml.convert_one_of(document, "a", records) == Hob(plates=2)
-    for name, line, shown in (("b", 4, ": missing; it is"), ("c", 6, ' = "hobb": expected'), ("d", 8, " = 3: expected")):
+    for name, line, shown in (
+        ("b", 4, ": missing; it is"),
+        ("c", 6, ' = "hobb": expected'),
+        ("d", 8, " = 3: expected"),
+    ):
         with pytest.raises(ValueError) as caught:
             toml.convert_one_of(document, name, records)
         assert str(caught.value) == f'{document.path}:{line}: {name}.type{shown} one of "oven", "hob"'
