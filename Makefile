@@ -47,7 +47,7 @@ lock:
 	{ echo "# Everything that make installs. Written by make lock."; \
 	  $(VENV)-lock/bin/python -m pip freeze --all --exclude pip --exclude pipeweaver \
 	  | sed -E 's/\+[A-Za-z0-9.]+$$//' | grep -vE '^(nvidia|cuda|triton)'; } > requirements.lock
-	rm -rf $(VENV)-lock
+	rm -rf $(VENV)-lock build *.egg-info
 
 clean:
 	rm -rf $(VENV) $(VENV)-lock build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -55,25 +55,24 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[policy]. `chunks_per_worker` and `items_per_part` map modules to counts where the policy's own choice
-    is not wanted; `balance`, `encoder_first` are for policies on a contiguous split; `rounds` of search."""
+    """[policy]. `rounds` of improvement that the search makes per step; its other keys are `PolicyOptions`."""
 
-    name: Literal["dynamic", "gpipe", "1f1b", "interleaved-1f1b"] = "dynamic"
-    balance: Literal["cost", "parameters"] = "cost"
-    encoder_first: bool = False
-    chunks_per_worker: dict[str, PositiveInt] = {}
-    items_per_part: dict[str, PositiveInt] = {}
+    name: str = "dynamic"
     rounds: NonNegativeInt = 0
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[task]. A microbatch is samples whose `backbone` items fill `tokens_per_microbatch`; a step has
-    `microbatches` of them, over all replicas. `loss_weights` maps modules with a loss to its weight, 1 by default."""
+    """[task]. A microbatch is samples whose `backbone` items fill `tokens_per_microbatch`, with at most
+    `max_items` items of each module named there; a step has `microbatches` of them, over all replicas.
+    `too_long`: what becomes of a sample that fits into no microbatch. `loss_weights` maps modules with a
+    loss to its weight, 1 by default."""
 
     name: str = "main"
     backbone: str
     tokens_per_microbatch: PositiveInt
     microbatches: PositiveInt
+    max_items: dict[str, PositiveInt] = {}
+    too_long: Literal["error", "skip", "truncate"] = "error"
     loss_weights: dict[str, NonNegativeFloat] = {}
 
 

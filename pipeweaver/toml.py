@@ -128,8 +128,11 @@ def _translated(document: Document, path: str, record: type, message: str) -> Va
         words = " or ".join(_WORDS.get(name, name) for name in found[1].split(" | ") if name != "null")
         got = f", not {_WORDS.get(found[3], found[3])}" if found[3] else ""
         return document.error(where, f"expected {words}{found[2]}{got}")
-    first = what.partition(" ")[0]  # raised by a record; points at the field that it begins with
-    return document.error(_join(where, first) if first in table_at(document, where) else where, what)
+    # Raised by the record itself. "lr = -1: must be above 0" or "heat 9 is too low" is about the key it begins with.
+    first = re.split(r"[ :]", what, maxsplit=1)[0]
+    if first not in table_at(document, where):
+        return document.error(where, what)
+    return document.error(_join(where, first), re.sub(r"^\w+ = [^:]*: ", "", what))
 
 
 def _exact(table: dict[str, Any], record: type, message: str) -> str:
