@@ -57,7 +57,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     if process.is_worker():
         process.tie_to_parent()
-        process.run_worker(lambda: _train(_load(config, overrides, warn=os.environ["RANK"] == "0")))
+        process.run_worker(lambda: _work(config, overrides))
     with _mistakes():
         job = _load(config, overrides)
         from pipeweaver.runtime.launch import launch
@@ -66,6 +66,13 @@ def train(config: Config, overrides: Overrides = None) -> None:
         command += [argument for override in overrides or () for argument in ("--set", override)]
         code = launch(command, num_workers=job.workers.total, threads=job.workers.threads)
     raise typer.Exit(code)
+
+
+def _work(config: Path, overrides: list[str] | None) -> None:
+    """What each worker does."""
+    from pipeweaver.runtime.train import train
+
+    train(_load(config, overrides, warn=False))
 
 
 @contextmanager

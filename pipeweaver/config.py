@@ -59,6 +59,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str = "dynamic"
     rounds: NonNegativeInt = 0
+    balance: Literal["cost", "parameters"] = "cost"
+    encoder_first: bool = False
+    chunks_per_worker: dict[str, PositiveInt] = {}
+    items_per_part: dict[str, PositiveInt] = {}
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
