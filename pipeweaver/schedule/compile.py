@@ -27,6 +27,7 @@ from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.connect import connect, covers, has_backward, is_whole
 from pipeweaver.schedule.emulate import Queue, emulate, prediction
 from pipeweaver.schedule.ir import (
+    ITEM_SIZES,
     Action,
     Allocation,
     Buffer,
@@ -49,9 +50,6 @@ from pipeweaver.schedule.ir import (
 from pipeweaver.schedule.timing import OrderError, StageTimes, time_stages
 
 Direction = Literal["F", "B"]
-
-ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
-"""Bytes of one element, by torch dtype name."""
 
 
 def compile_plan(

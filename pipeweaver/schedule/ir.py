@@ -29,6 +29,10 @@ Strategy = Literal["keep", "recompute", "recompute-attention", "offload"]
 """What becomes of a layer's saved tensors until its backward."""
 
 
+ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+"""Bytes of one element, by torch dtype name."""
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """Layers [start, stop) of a module, for one task, on one worker.
 

@@ -18,7 +18,9 @@ def module(name, layers=4, *, loads="tokens", reads=(), sends=(), loss=None, tra
         layers=tuple(
             LayerSpec(kind=f"{name}.block", build=build, carries=carries, trainable=trainable) for _ in range(layers)
         ),
-        before=LayerSpec(kind=f"{name}.before", build=build, loads=(loads,), reads=reads, carries=carries, trainable=trainable),
+        before=LayerSpec(
+            kind=f"{name}.before", build=build, loads=(loads,), reads=reads, carries=carries, trainable=trainable
+        ),
         after=LayerSpec(kind=f"{name}.after", build=build, sends=sends, trainable=trainable),
         loss=loss,
     )
@@ -86,4 +88,6 @@ def two_workers(share_, *, layers=4, backward=True, frozen=False):
             back += [(c, p, "B") for c in (1, 0) for p in seen]
         for chunk, part, phase in forward + (back if backward else []):
             orders[placement.chunks[chunk].worker].append(Stage(chunk, part, phase))
-    return Draft(placement=placement, parts=parts, order=tuple(map(tuple, orders)), forward_only=not backward, policy="test")
+    return Draft(
+        placement=placement, parts=parts, order=tuple(map(tuple, orders)), forward_only=not backward, policy="test"
+    )

@@ -1,0 +1,106 @@
+"""The verifier: accepts the plans of a step, or says what is wrong with them. It runs on every plan before use.
+
+It shares no code with the compiler beyond the records, where gradients flow and the memory of a plan: rows are traced item by
+item, and actions are run symbolically. Rules, by the name that a rejection carries:
+
+    items       the replicas' plans hold exactly the items of the batch, each once
+    stages      each (task, layer, item) goes forward exactly once, backward exactly once where a gradient
+                is needed and nowhere else, on the worker that holds the chunk
+    edges       rows, width, dtype and gradient of every tensor between chunks
+    transfers   one per edge that crosses workers and direction, with the edge's shape and dtype
+    actions     nothing is used before it is there, or after it is freed; nothing is left over
+    groups      the holders of a parameter are its reduction group; reductions after the last backward, in one order
+    normaliser  each loss is divided by its units over the whole batch
+    progress    no deadlock: with one queue per pair of workers, and with one queue per worker
+    memory      peak within budget on every worker
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipeweaver.data.items import Share
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.schedule.ir import Plan
+from pipeweaver.schedule.memory import held_bytes
+from pipeweaver.schedule.verify.actions import check_actions
+from pipeweaver.schedule.verify.edges import check_edges, check_transfers
+from pipeweaver.schedule.verify.groups import check_groups
+from pipeweaver.schedule.verify.progress import check_progress
+from pipeweaver.schedule.verify.stages import check_stages
+from pipeweaver.schedule.verify.words import PlanError, describe
+
+__all__ = ["PlanError", "verify"]
+
+
+def verify(
+    plans: Sequence[Plan],
+    graph: ModelGraph,
+    shares: Sequence[Share],
+    *,
+    dtype: str = "float32",
+    budget_bytes: int | None = None,
+) -> None:
+    """Accept all plans of a step, replica by replica and together, or raise PlanError.
+
+    `shares[r]` is what replica r was given; `budget_bytes` the memory of each worker, None for no limit.
+    """
+    _check_items(plans, shares)
+    for plan in plans:
+        place = f"replica {plan.replica}: "
+        try:
+            check_stages(plan, graph)
+            check_edges(plan, graph, dtype)
+            check_transfers(plan)
+            check_actions(plan, graph)
+            _check_memory(plan, budget_bytes)
+        except PlanError as error:
+            raise PlanError(error.rule, place + str(error).removeprefix(error.rule + ": ")) from None
+    check_groups(plans, graph)
+    for per_worker in (False, True):
+        check_progress(plans, per_worker)
+
+
+def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:
+    if len(plans) != len(shares):
+        raise PlanError("items", f"{len(plans)} plans for {len(shares)} shares")
+    seen: Counter[str] = Counter()
+    for number, (plan, share) in enumerate(zip(plans, shares, strict=True)):
+        if (plan.replica, plan.num_replicas, plan.step) != (number, len(plans), share.step):
+            raise PlanError(
+                "items",
+                f"plan {number} of {len(plans)} says replica {plan.replica} of {plan.num_replicas}, step {plan.step}, "
+                f"in step {share.step}",
+            )
+        if plan.items != share.items or plan.links != share.links or plan.records != share.records:
+            lost = {item.name for item in share.items} ^ {item.name for item in plan.items}
+            raise PlanError(
+                "items", f"replica {number}: items, links or records differ from its share {sorted(lost)[:5]}"
+            )
+        if plan.normalisers != share.normalisers:
+            raise PlanError("normaliser", f"replica {number}: {plan.normalisers} but the batch has {share.normalisers}")
+        if plan.forward_only != plans[0].forward_only:
+            raise PlanError("items", f"replica {number} and replica 0 disagree on forward_only")
+        if plan.placement != plans[0].placement or plan.groups != plans[0].groups:
+            raise PlanError("groups", f"replica {number} and replica 0 have different placements or groups")
+        seen.update(item.name for item in plan.items)
+    for name, times in seen.items():
+        if times > 1:
+            raise PlanError("items", f"item {name} is in {times} shares")
+
+
+def _check_memory(plan: Plan, budget_bytes: int | None) -> None:
+    if budget_bytes is None:
+        return
+    for worker in range(plan.placement.workers):
+        _, during = held_bytes(plan, worker)
+        peak = max([plan.static_bytes[worker], *during])
+        if peak > budget_bytes:
+            at = during.index(peak) if peak in during else 0
+            what = describe(plan.actions[worker][at], plan) if plan.actions[worker] else "start"
+            raise PlanError(
+                "memory",
+                f"worker {worker} peaks at {peak} bytes in {what}, {peak - budget_bytes} over its budget of {budget_bytes}; "
+                f"{plan.static_bytes[worker]} are parameters, gradients and optimizer state",
+            )
