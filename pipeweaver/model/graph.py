@@ -10,6 +10,7 @@ A layer is a plain `torch.nn.Module` with
 
 where `state` holds what the layer before it carries plus what the layer `reads`, and the result holds
 what it `carries` and `sends`. A layer with a loss returns the summed, unnormalised loss as "loss".
+What a layer reads is always there: with no rows where no item is linked.
 
 Example, a two-layer encoder whose features a language model takes in at its embedding:
 
@@ -115,6 +116,15 @@ class Flow:
     tensor: str
     destination: str
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a flow brings to a module: under which name, from which module, which tensor."""
+
+    name: str
+    source: str
+    spec: TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
