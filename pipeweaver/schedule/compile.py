@@ -15,17 +15,17 @@ Example, one image part and one text part on two workers:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from pipeweaver.costs import Costs, StageCost
+from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share, linked
 from pipeweaver.model.graph import ModelGraph, TensorSpec, positions
 from pipeweaver.schedule.bounds import lower_bound_ns
-from pipeweaver.schedule.connect import connect, covers, has_backward, is_whole
+from pipeweaver.schedule.connect import covers, is_whole
 from pipeweaver.schedule.emulate import Queue, emulate, prediction
+from pipeweaver.schedule.groups import layers_on, parameter_groups
 from pipeweaver.schedule.ir import (
     ITEM_SIZES,
     Action,
@@ -33,12 +33,10 @@ from pipeweaver.schedule.ir import (
     Buffer,
     Compute,
     Draft,
-    Edge,
     Free,
     Load,
     Norm,
     ParameterGroup,
-    Placement,
     Plan,
     Post,
     Reduce,
@@ -47,6 +45,7 @@ from pipeweaver.schedule.ir import (
     Transfer,
     Wait,
 )
+from pipeweaver.schedule.stages import StepStages
 from pipeweaver.schedule.timing import OrderError, StageTimes, time_stages
 
 Direction = Literal["F", "B"]
@@ -67,7 +66,7 @@ def compile_plan(
     `dtype` is what tensors between chunks are in. `lead` is how many stages ahead of need a receive is posted.
     Raises ValueError if the draft's orders wait for each other in a circle, or lack a stage.
     """
-    step = _Step(graph, share, draft, costs, dtype)
+    step = StepStages(graph, share, draft, costs, dtype)
     times = _time(step, draft)
     transfers, posts = _transfers(step, times, lead)
     groups = parameter_groups(graph, draft.placement, costs)
@@ -107,49 +106,6 @@ def compile_plan(
     return _with_prediction(plan, queue, useful, bound)
 
 
-def layers_on(graph: ModelGraph, placement: Placement, worker: int) -> tuple[str, ...]:
-    """Names of the layers that a worker holds, each once."""
-    names = [
-        name
-        for number in placement.on(worker)
-        for name, _ in graph.by_name[placement.chunks[number].module].range(
-            placement.chunks[number].start, placement.chunks[number].stop
-        )
-    ]
-    return tuple(dict.fromkeys(names))
-
-
-def parameter_groups(graph: ModelGraph, placement: Placement, costs: Costs) -> tuple[ParameterGroup, ...]:
-    """Trainable layers, and tied parameters, by the workers that hold them, in the order of the first holder.
-
-    A tied parameter goes by its canonical name and is held wherever either end of the tie is.
-    """
-    holders: dict[str, set[int]] = {}
-    for worker in range(placement.workers):
-        for name in layers_on(graph, placement, worker):
-            holders.setdefault(name, set()).add(worker)
-    specs = {name: layer for module in graph.modules for name, layer in module.range(0, len(module.layers))}
-    owners = {name: found for name, found in holders.items() if specs[name].trainable}
-    num_bytes = {name: costs.parameter_bytes(name) for name in owners}
-    for module in graph.modules:
-        for alias, canonical in module.tied.items():
-            ends = [f"{module.name}.{parameter}" for parameter in (alias, canonical)]
-            tied = [next((layer for layer in owners if end.startswith(layer + ".")), None) for end in ends]
-            if any(tied):
-                owners[ends[1]] = set().union(*(owners[layer] for layer in tied if layer))
-                num_bytes[ends[1]] = costs.parameter_bytes(ends[1])
-                for layer in tied:
-                    if layer:
-                        num_bytes[layer] = max(0, num_bytes[layer] - num_bytes[ends[1]])
-    by_holders: dict[tuple[int, ...], list[str]] = {}
-    for name, found in owners.items():
-        by_holders.setdefault(tuple(sorted(found)), []).append(name)
-    return tuple(
-        ParameterGroup(parameters=tuple(sorted(names)), holders=group, num_bytes=sum(num_bytes[n] for n in names))
-        for group, names in sorted(by_holders.items())
-    )
-
-
 def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> int:
     """W of a share: forward and backward of all items at each module's most efficient size."""
     sources = linked(share.items, share.links)
@@ -161,122 +117,7 @@ def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> int:
     return total
 
 
-@dataclass
-class _Step:
-    """What compilation knows of the stages: their numbers, costs, edges and dependencies."""
-
-    graph: ModelGraph
-    share: Share
-    draft: Draft
-    costs: Costs
-    dtype: str
-    edges: tuple[Edge, ...] = ()
-    backward: tuple[bool, ...] = ()
-    stages: list[Stage] = field(default_factory=list)
-    number: dict[Stage, int] = field(default_factory=dict)
-    cost: dict[tuple[int, int], StageCost] = field(default_factory=dict)
-    duration_ns: list[int] = field(default_factory=list)
-    successors: list[list[tuple[int, int]]] = field(default_factory=list)
-    incoming: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    outgoing: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    lag_ns: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        draft, share = self.draft, self.share
-        chunks = draft.placement.chunks
-        self.edges = connect(self.graph, draft.placement, share.items, share.links, draft.parts, self.dtype)
-        self.backward = (False,) * len(chunks) if draft.forward_only else has_backward(self.graph, draft.placement)
-        sources = linked(share.items, share.links)
-        for number, parts in enumerate(draft.parts):
-            for part_number, part in enumerate(parts):
-                self.cost[number, part_number] = self.costs.stage(
-                    chunks[number], [share.items[i] for i in part.items], [sources[i] for i in part.items]
-                )
-        self.stages = [stage for order in draft.order for stage in order]
-        self.number = {stage: i for i, stage in enumerate(self.stages)}
-        self.duration_ns = [_duration(stage, self.cost[stage.chunk, stage.part]) for stage in self.stages]
-        self._check_stages()
-        for i, edge in enumerate(self.edges):
-            self.incoming.setdefault(edge.destination, []).append(i)
-            self.outgoing.setdefault(edge.source, []).append(i)
-            sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
-            self.lag_ns.append(
-                0 if sender == receiver else self.costs.transfer_ns(sender, receiver, self.num_bytes(edge))
-            )
-        self.successors = [[] for _ in self.stages]
-        for edge, lag in zip(self.edges, self.lag_ns, strict=True):
-            self._precede(Stage(*edge.source, "F"), Stage(*edge.destination, "F"), lag)
-            if edge.grad and not draft.forward_only:
-                self._precede(self.gradient_stage(edge.destination), self.gradient_stage(edge.source), lag)
-        for stage in self.stages:
-            if stage.phase in "BI":
-                self._precede(Stage(stage.chunk, stage.part, "F"), stage, 0)
-            elif stage.phase == "W":
-                self._precede(Stage(stage.chunk, stage.part, "I"), stage, 0)
-
-    def gradient_stage(self, at: tuple[int, int]) -> Stage:
-        """The stage of a (chunk, part) that produces its input gradients: B, or I if the backward is split."""
-        fused = Stage(*at, "B")
-        return fused if fused in self.number else Stage(*at, "I")
-
-    def last_stage(self, at: tuple[int, int]) -> Stage:
-        """The stage of a (chunk, part) after which nothing of it is needed by itself."""
-        if not self.backward[at[0]]:
-            return Stage(*at, "F")
-        return self.gradient_stage(at)
-
-    def num_bytes(self, edge: Edge) -> int:
-        return edge.num_rows * edge.width * ITEM_SIZES[edge.dtype]
-
-    def is_local(self, edge: Edge) -> bool:
-        chunks = self.draft.placement.chunks
-        return chunks[edge.source[0]].worker == chunks[edge.destination[0]].worker
-
-    def _precede(self, first: Stage, second: Stage, lag: int) -> None:
-        self.successors[self.number[first]].append((self.number[second], lag))
-
-    def _check_stages(self) -> None:
-        chunks = self.draft.placement.chunks
-        expected = {Stage(c, p, "F") for c, parts in enumerate(self.draft.parts) for p in range(len(parts))}
-        for c, parts in enumerate(self.draft.parts):
-            for p in range(len(parts)):
-                if self.backward[c]:
-                    split = Stage(c, p, "I") in self.number
-                    expected |= {Stage(c, p, "I"), Stage(c, p, "W")} if split else {Stage(c, p, "B")}
-        missing, surplus = expected - set(self.stages), set(self.stages) - expected
-        if missing or surplus or len(self.number) < len(self.stages):
-            repeated = (
-                {stage for stage in self.number if self.stages.count(stage) > 1} if not (missing or surplus) else set()
-            )
-            raise ValueError(
-                f"the order of policy {self.draft.policy or '(unnamed)'} lacks stages [{_text(missing)}], "
-                f"has stages that do not belong [{_text(surplus)}], repeats [{_text(repeated)}]"
-            )
-        for worker, order in enumerate(self.draft.order):
-            for stage in order:
-                if chunks[stage.chunk].worker != worker:
-                    raise ValueError(
-                        f"stage {stage} is in the order of worker {worker}, but {chunks[stage.chunk]} is not there"
-                    )
-
-
-def _text(stages: set[Stage]) -> str:
-    return " ".join(str(stage) for stage in sorted(stages)[:8]) + (" …" if len(stages) > 8 else "")
-
-
-def _duration(stage: Stage, cost: StageCost) -> int:
-    match stage.phase:
-        case "F":
-            return cost.forward_ns
-        case "B":
-            return cost.backward_ns
-        case "I":
-            return cost.input_ns
-        case _:
-            return cost.weight_ns
-
-
-def _time(step: _Step, draft: Draft) -> StageTimes:
+def _time(step: StepStages, draft: Draft) -> StageTimes:
     orders = [[step.number[stage] for stage in order] for order in draft.order]
     try:
         return time_stages(orders, step.duration_ns, step.successors)
@@ -287,7 +128,7 @@ def _time(step: _Step, draft: Draft) -> StageTimes:
         raise ValueError(f"the order of policy {draft.policy or '(unnamed)'} has a circle of waiting: {at}") from None
 
 
-def _transfers(step: _Step, times: StageTimes, lead: int) -> tuple[list[Transfer], list[list[tuple[int, int]]]]:
+def _transfers(step: StepStages, times: StageTimes, lead: int) -> tuple[list[Transfer], list[list[tuple[int, int]]]]:
     """All transfers in their total order, and per worker its posts as (slot, transfer), in that order.
 
     Slot k stands before the k-th stage of the worker's order.
@@ -331,7 +172,7 @@ def _transfers(step: _Step, times: StageTimes, lead: int) -> tuple[list[Transfer
 
 
 def _worker_actions(
-    step: _Step, worker: int, times: StageTimes, transfers: list[Transfer], posts: list[list[tuple[int, int]]]
+    step: StepStages, worker: int, times: StageTimes, transfers: list[Transfer], posts: list[list[tuple[int, int]]]
 ) -> list[Action]:
     """Loads, stages, posts, waits and frees of a worker. Before stage k come, in this order: what stage k-1
     lets go of, posts, waits for sends long on their way and what these free, the load of stage k and waits
@@ -439,7 +280,7 @@ def _worker_actions(
 
 
 def _last_use(
-    step: _Step,
+    step: StepStages,
     at: tuple[int, int],
     phase: Direction,
     slot_of_wait: dict[int, int],
@@ -464,14 +305,14 @@ def _last_use(
     return max(slots)
 
 
-def _loads(step: _Step, number: int) -> tuple[str, ...]:
+def _loads(step: StepStages, number: int) -> tuple[str, ...]:
     chunk = step.draft.placement.chunks[number]
     module = step.graph.by_name[chunk.module]
     names = [name for _, layer in module.range(chunk.start, chunk.stop) for name in layer.loads]
     return tuple(dict.fromkeys(names))
 
 
-def _output_bytes(step: _Step, at: tuple[int, int]) -> int:
+def _output_bytes(step: StepStages, at: tuple[int, int]) -> int:
     """Bytes of the distinct tensors that leave a (chunk, part), whole."""
     chunk = step.draft.placement.chunks[at[0]]
     module = step.graph.by_name[chunk.module]
@@ -491,7 +332,7 @@ def _output_bytes(step: _Step, at: tuple[int, int]) -> int:
     )
 
 
-def _ending(step: _Step, worker: int, groups: tuple[ParameterGroup, ...], num_replicas: int) -> list[Action]:
+def _ending(step: StepStages, worker: int, groups: tuple[ParameterGroup, ...], num_replicas: int) -> list[Action]:
     """Reductions, in the order of the groups; then the norm; then the optimizer's step."""
     if step.draft.forward_only:
         return []
