@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,8 +77,7 @@ class FileTokenizer:
         self.path = Path(path)
         self._tokenizer = _read(self.path)
         names = _special_names(self.path)
-        # Text that happens to spell a special token must stay text: a user's "<image>" is no image.
-        self._tokenizer.encode_special_tokens = True
+        self._lock = threading.Lock()
         if self._tokenizer.token_to_id(image) is None:
             self._tokenizer.add_special_tokens([image])
         self.image = self._id(image)
@@ -95,8 +95,12 @@ class FileTokenizer:
         self.fingerprint = content.hexdigest()[:16]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        self._tokenizer.encode_special_tokens = not special
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Half a surrogate pair, which JSON can hold, is no text for the library.
+        text = text.encode("utf-8", errors="replace").decode()
+        with self._lock:
+            # Text that happens to spell a special token stays text: a user's "<image>" is no image.
+            self._tokenizer.encode_special_tokens = not special
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
