@@ -1,0 +1,170 @@
+"""Run a stage: the forward or the backward of a chunk on a part, with autograd cut at the chunk's borders.
+
+A forward runs on leaves and keeps what its backward needs; the backward starts from the gradients of the
+outputs and ends at the leaves:
+
+    state = run_forward(chunk, {"x": received}, view, outputs={"x"}, grad=True)
+    send(state.outputs["x"])
+    ...
+    gradients = run_backward(state, {"x": received_gradient}, loss_scale=weight / normaliser)
+    send(gradients["x"])
+
+So a chain of chunks gives the same parameter gradients as one graph through all of them: the chain rule, with
+its sums over tensors that several chunks read taken by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeweaver.model.graph import LayerSpec, LossSpec, ModelGraph, TensorSpec
+from pipeweaver.model.part import PartView, check_outputs
+from pipeweaver.schedule.ir import Chunk, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltLayer:
+    """A layer with its module. `inside` maps what it reads to what an earlier layer of the chunk sends."""
+
+    name: str
+    spec: LayerSpec
+    module: nn.Module
+    inside: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltChunk:
+    """A chunk that can run: `inputs` come from other chunks, `loads` from the data set."""
+
+    layers: tuple[BuiltLayer, ...]
+    inputs: Mapping[str, TensorSpec]
+    loads: tuple[str, ...]
+    loss: LossSpec | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageState:
+    """What a forward leaves behind: leaves, outputs and, in the last chunk of a module with a loss, its sum.
+
+    With gradients, outputs and loss hold the graph: this is what the plan calls the buffer "saved".
+    """
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    loss: Tensor | None
+
+
+def build_chunk(graph: ModelGraph, chunk: Chunk, modules: Mapping[str, nn.Module]) -> BuiltChunk:
+    """Put a chunk together from modules by layer name."""
+    module = graph.by_name[chunk.module]
+    flows = {flow.name: flow for flow in graph.flows if flow.destination == module.name}
+    inputs: dict[str, TensorSpec] = {}
+    if chunk.start > 0:
+        inputs |= {spec.name: spec for spec in module.layers[chunk.start - 1].carries}
+    sent_here: set[str] = set()
+    layers = []
+    for name, spec in module.range(chunk.start, chunk.stop):
+        inside = {}
+        for read in spec.reads:
+            flow = flows[read]
+            if flow.source == module.name and flow.tensor in sent_here:
+                inside[read] = flow.tensor
+            else:
+                inputs[read] = graph.sent(flow)[1]
+        layers.append(BuiltLayer(name=name, spec=spec, module=modules[name], inside=inside))
+        sent_here |= {sent.name for sent in spec.sends}
+    return BuiltChunk(
+        layers=tuple(layers),
+        inputs=inputs,
+        loads=tuple(dict.fromkeys(name for layer in layers for name in layer.spec.loads)),
+        loss=module.loss if chunk.stop == len(module.layers) else None,
+    )
+
+
+def run_forward(
+    chunk: BuiltChunk,
+    inputs: Mapping[str, Tensor],
+    view: PartView,
+    *,
+    outputs: Collection[str],
+    grad: bool,
+    needs_grad: Collection[str] = (),
+    strategies: Sequence[Strategy] = (),
+) -> StageState:
+    """Forward of a chunk on a part.
+
+    `inputs` are packed tensors [rows, width] without history; those in `needs_grad` become leaves.
+    `outputs` names what leaves the chunk. Without `grad` there is no graph at all. Raises ValueError, naming
+    the layer, if it does not return what its spec says, or if a memory strategy cannot be run.
+    """
+    strategies = strategies or ["keep"] * len(chunk.layers)
+    assert len(strategies) == len(chunk.layers), f"{len(strategies)} memory strategies for {len(chunk.layers)} layers"
+    leaves = {name: tensor.detach().requires_grad_(grad and name in needs_grad) for name, tensor in inputs.items()}
+    carried = {name: tensor for name, tensor in leaves.items() if name not in _read(chunk)}
+    sent: dict[str, Tensor] = {}
+    loss = None
+    with torch.set_grad_enabled(grad):
+        for layer, strategy in zip(chunk.layers, strategies, strict=True):
+            state = dict(carried)
+            for name in layer.spec.reads:
+                state[name] = sent[layer.inside[name]] if name in layer.inside else leaves[name]
+            result = _run_layer(layer, state, view, strategy if grad else "keep")
+            has_loss = chunk.loss is not None and layer is chunk.layers[-1]
+            check_outputs(layer.name, layer.spec, result, view, loss=has_loss)
+            carried = {spec.name: result[spec.name] for spec in layer.spec.carries}
+            sent |= {spec.name: result[spec.name] for spec in layer.spec.sends}
+            loss = result["loss"] if has_loss else None
+    leaving = sent | carried
+    return StageState(
+        inputs=leaves,
+        outputs={name: leaving[name] if grad else leaving[name].detach() for name in outputs},
+        loss=loss,
+    )
+
+
+def run_backward(state: StageState, gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0) -> dict[str, Tensor]:
+    """Backward of a stage: adds to the parameters' gradients, returns those of the inputs that need one.
+
+    `gradients` are [rows, width] by output name; an output that is missing there has gradient zero.
+    The loss counts `loss_scale` times: weight over normaliser.
+    """
+    roots: list[Tensor] = []
+    starts: list[Tensor | None] = []
+    for name, gradient in gradients.items():
+        if state.outputs[name].requires_grad:
+            roots.append(state.outputs[name])
+            starts.append(gradient)
+    if state.loss is not None and state.loss.requires_grad:
+        roots.append(state.loss)
+        starts.append(torch.full_like(state.loss, loss_scale))
+    if roots:
+        torch.autograd.backward(roots, starts)
+    return {
+        name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        for name, leaf in state.inputs.items()
+        if leaf.requires_grad
+    }
+
+
+def _read(chunk: BuiltChunk) -> set[str]:
+    return {name for layer in chunk.layers for name in layer.spec.reads}
+
+
+def _run_layer(layer: BuiltLayer, state: dict[str, Tensor], view: PartView, strategy: Strategy) -> dict[str, Tensor]:
+    match strategy:
+        case "keep":
+            return layer.module(state, view)
+        case "recompute":
+            # Randomness hangs on items, so there is no generator's state to restore.
+            return checkpoint(layer.module, state, view, use_reentrant=False, preserve_rng_state=False)
+        case "recompute-attention":
+            return layer.module(state, replace(view, recompute_attention=True))
+        case _:
+            raise ValueError(
+                f"{layer.name}: memory strategy {strategy} cannot be run; use keep, recompute or recompute-attention"
+            )

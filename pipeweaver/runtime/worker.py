@@ -1,0 +1,153 @@
+"""A worker runs its list of actions of a plan: the runtime's inner loop.
+
+    worker = Worker(graph, modules=..., parameters=..., transport=..., load=..., optimizer=OptimizerConfig())
+    result = worker.run(plan, learning_rate=1e-3)
+    result.losses["main/language"], result.gradient_norm, result.spans[i]
+
+The same code runs on every transport. Nothing about shapes or order is decided here: the plan says it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.runtime.execution import Execution, Loader
+from pipeweaver.runtime.optimizer import OptimizerConfig, adamw
+from pipeweaver.runtime.reduce import Bucket, make_buckets
+from pipeweaver.runtime.stage import BuiltChunk, build_chunk
+from pipeweaver.runtime.transport import Transport
+from pipeweaver.runtime.watchdog import Watchdog
+from pipeweaver.schedule.ir import Chunk, ParameterGroup, Plan, Post, Span, Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a worker knows after a plan. `losses` and `gradient_norm` are of the whole batch, equal on all workers.
+
+    `losses` by "task/module" are sums over units divided by their normaliser, without the loss's weight;
+    `gradient_norm` is the one before clipping, None for a forward-only plan. `metrics` are what the layers on
+    this worker reported, by "task/module/name" as (total, count). `spans[i]` belongs to the worker's i-th action, nanoseconds from
+    `start_ns` of `time.perf_counter_ns`; `posted_ns` and `finished_ns`, likewise, to transfers by number: when
+    they were posted here and when the wait for them was over. `peak_bytes` is measured on GPUs, else None.
+    """
+
+    losses: dict[str, float]
+    gradient_norm: float | None
+    metrics: dict[str, tuple[float, int]]
+    start_ns: int
+    spans: tuple[Span, ...]
+    posted_ns: dict[int, int]
+    finished_ns: dict[int, int]
+    peak_bytes: int | None
+
+
+class WorkerError(RuntimeError):
+    """An action failed: says on which worker, which action, with which peer."""
+
+
+class Worker:
+    """One worker of one replica: the one that its transport is an end for.
+
+    `modules` are its layers by name, `parameters` their parameters by canonical name, tied ones once
+    (`model.build`). `seed` is the run's, for the randomness of items. Without `optimizer` it only evaluates.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        *,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        transport: Transport,
+        load: Loader,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.graph = graph
+        self.modules = modules
+        self.parameters = parameters
+        self.transport = transport
+        self.load = load
+        self.seed = seed
+        self.device = device or torch.device("cpu")
+        self.dtype = dtype
+        self.watchdog = watchdog
+        self.config = optimizer
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.optimizer = adamw(optimizer, trained) if optimizer is not None and trained else None
+        self.buckets: dict[int, Bucket] = {}
+        self._groups: tuple[ParameterGroup, ...] | None = None
+        self._num_replicas = 0
+        self._chunks: dict[Chunk, BuiltChunk] = {}
+
+    def run(self, plan: Plan, *, learning_rate: float | None = None) -> StepResult:
+        """Run this worker's actions of a plan to the end. `learning_rate` takes the place of the configured one.
+
+        Afterwards `buckets` hold the step's gradients, reduced and clipped, until the next run. Raises
+        WorkerError, naming the action, where torch or the transport fails; ValueError for what layers or data
+        do wrong. After an error the worker cannot run another plan.
+        """
+        assert plan.replica == self.transport.address.replica, "the plan is for another replica"
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        actions = plan.actions[self.transport.address.worker]
+        predicted_s = plan.prediction.step_ns / 1e9 if plan.prediction else 0.0
+        execution = Execution(self, plan, learning_rate)
+        clock = execution.clock
+        try:
+            self._watch(execution, predicted_s)
+            self.transport.prepare(plan)
+            if not plan.forward_only:
+                self._prepare_gradients(plan)
+            for index, action in enumerate(actions):
+                execution.at = index
+                self._watch(execution, predicted_s)
+                execution.perform(action)
+                clock.mark()
+            execution.finish()
+            times = clock.times()
+        except RuntimeError as error:
+            raise WorkerError(f"{execution.describe()}: {error}") from error
+        finally:
+            if self.watchdog is not None:
+                self.watchdog.stop()
+        spans = tuple(Span(times[i] - times[0], times[i + 1] - times[0]) for i in range(len(actions)))
+        ends = list(zip(actions, spans, strict=True))
+        return StepResult(
+            losses=execution.losses,
+            gradient_norm=execution.gradient_norm,
+            metrics=execution.metrics(),
+            start_ns=times[0],
+            spans=spans,
+            posted_ns={action.transfer: span.end_ns for action, span in ends if isinstance(action, Post)},
+            finished_ns={action.transfer: span.end_ns for action, span in ends if isinstance(action, Wait)},
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+        )
+
+    def built(self, chunk: Chunk) -> BuiltChunk:
+        """A chunk of this worker, ready to run."""
+        if chunk not in self._chunks:
+            self._chunks[chunk] = build_chunk(self.graph, chunk, self.modules)
+        return self._chunks[chunk]
+
+    def _watch(self, execution: Execution, predicted_s: float) -> None:
+        if self.watchdog is not None:
+            self.watchdog.start(execution.describe, predicted_s=predicted_s)
+
+    def _prepare_gradients(self, plan: Plan) -> None:
+        """Gradients start at zero; parameters in no group of the plan have none and will not be stepped."""
+        if plan.groups == self._groups and plan.num_replicas == self._num_replicas:
+            for bucket in self.buckets.values():
+                bucket.flat.zero_()
+            return
+        self._groups, self._num_replicas = plan.groups, plan.num_replicas
+        worker = self.transport.address.worker
+        self.buckets = make_buckets(plan.groups, self.parameters, worker, plan.num_replicas)
