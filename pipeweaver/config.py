@@ -23,14 +23,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from pipeweaver import toml
-from pipeweaver.cluster import Workers, available_cores, cores_of
+from pipeweaver.cluster import Workers, available_cores
+from pipeweaver.data.config import CustomData, DataConfig, DigitsData, JsonLinesData
+from pipeweaver.model.build import CONFIGS, ModuleConfig
 from pipeweaver.model.graph import Flow
+from pipeweaver.planner.options import PolicyOptions
+from pipeweaver.policies import POLICIES
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -40,7 +44,8 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[run]. `output` is by default runs/NAME for NAME.toml. `evaluate_every` and `trace_every` count steps;
-    0 means at the end only. A step that hangs longer than max(`watchdog_s`, 10 x predicted) ends the run."""
+    0 means at the end only. `plans`: a folder of recorded plans to replay instead of planning. A step that
+    hangs longer than max(`watchdog_s`, 10 x predicted) ends the run."""
 
     output: str = ""
     seed: NonNegativeInt = 0
@@ -49,20 +54,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     evaluate_every: NonNegativeInt = 0
     trace_every: NonNegativeInt = 0
+    plans: str = ""
     record_plans: bool = True
     watchdog_s: PositiveFloat = 60.0
     tensorboard: bool = False
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[policy]. `rounds` of improvement that the search makes per step; its other keys are `PolicyOptions`."""
+    """[policy]. `rounds` of improvement that a search makes per step. `options` are the other keys of the table."""
 
     name: str = "dynamic"
     rounds: NonNegativeInt = 0
-    balance: Literal["cost", "parameters"] = "cost"
-    encoder_first: bool = False
-    chunks_per_worker: dict[str, PositiveInt] = {}
-    items_per_part: dict[str, PositiveInt] = {}
+    options: PolicyOptions = PolicyOptions()
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,10 +83,26 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loss_weights: dict[str, NonNegativeFloat] = {}
 
 
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[optimizer]: AdamW."""
+
+    lr: NonNegativeFloat = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+
+
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[costs]. Where calibration results are kept; by default the user's cache folder."""
 
     cache: str = ""
+
+
+MODULES = cast(dict[str, type[ModuleConfig]], CONFIGS)
+DATA: dict[str, type[DataConfig]] = {"digits": DigitsData, "jsonl": JsonLinesData, "custom": CustomData}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +112,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     run: Run
     workers: Workers
     policy: Policy
-    modules: dict[str, msgspec.Struct]
+    modules: dict[str, ModuleConfig]
     flows: tuple[Flow, ...]
     task: Task
-    data: msgspec.Struct
-    optimizer: msgspec.Struct
+    data: DataConfig
+    optimizer: OptimizerConfig
     costs: Costs
 
     @property
@@ -105,54 +124,23 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.run.output or f"runs/{Path(self.path).stem}")
 
 
-class Vit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[model.NAME] with type = "vit"."""
-
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-
-
-class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[model.NAME] with type = "language"."""
-
-    layers: PositiveInt
-    hidden: PositiveInt
-    heads: PositiveInt
-
-
-class Digits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[task.data] with type = "digits"."""
-
-
-class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[optimizer]: AdamW."""
-
-    learning_rate: PositiveFloat = 1e-3
-
-
-MODULES: dict[str, type[msgspec.Struct]] = {"vit": Vit, "language": Language}
-DATA: dict[str, type[msgspec.Struct]] = {"digits": Digits}
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job; `overrides` are "section.key=value". Raises ValueError, one line, at the first mistake."""
     document = toml.read(path, overrides)
     toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "optimizer", "costs"))
     names = [name for name in toml.table_at(document, "model") if name != "flows"]
-    modules = {name: toml.convert_one_of(document, f"model.{name}", MODULES) for name in names}
-    if not modules:
+    if not names:
         raise document.error("model", "missing; a job needs at least one module, such as [model.language]")
     job = Job(
         path=str(path),
         run=toml.convert(document, "run", Run),
         workers=toml.convert(document, "workers", Workers),
-        policy=toml.convert(document, "policy", Policy),
-        modules=modules,
+        policy=_policy(document),
+        modules={name: toml.convert_one_of(document, f"model.{name}", MODULES) for name in names},
         flows=_flows(document),
         task=toml.convert(document, "task", Task, ignore=("data",)),
         data=toml.convert_one_of(document, "task.data", DATA),
-        optimizer=toml.convert(document, "optimizer", Optimizer),
+        optimizer=toml.convert(document, "optimizer", OptimizerConfig),
         costs=toml.convert(document, "costs", Costs),
     )
     _check_names(document, job)
@@ -162,23 +150,45 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 def without_effect(job: Job) -> tuple[str, ...]:
     """Warnings, one line each: settings of the job that change nothing."""
     found = []
-    if job.policy.name == "dynamic" and job.policy.encoder_first:
-        found.append("policy.encoder_first has no effect with policy dynamic, which spreads encoders over all workers")
-    if job.policy.name == "dynamic" and job.policy.balance != "cost":
-        found.append("policy.balance has no effect with policy dynamic, which balances cost")
-    if job.policy.name != "dynamic" and job.policy.items_per_part:
-        found.append(f"policy.items_per_part has no effect with policy {job.policy.name}, whose parts are microbatches")
-    if job.policy.name in ("gpipe", "1f1b") and job.policy.chunks_per_worker:
-        found.append(f"policy.chunks_per_worker has no effect with policy {job.policy.name}: one chunk per worker")
+    policy, options, default = job.policy.name, job.policy.options, PolicyOptions()
+    for key, policies in _EFFECTIVE.items():
+        if getattr(options, key) != getattr(default, key) and policy not in policies:
+            found.append(f"policy.{key} has no effect with policy {policy}, only with {' or '.join(policies)}")
+    if job.policy.rounds and policy in _STATIC:
+        found.append(f"policy.rounds has no effect with policy {policy}, which does not search")
     if job.run.evaluate_every > job.run.steps:
         found.append(f"run.evaluate_every = {job.run.evaluate_every} is beyond the last step, {job.run.steps}")
-    cores = available_cores()
-    if job.workers.pin and not cores_of(0, job.workers.total, job.workers.threads, cores):
+    needed = job.workers.total * job.workers.threads
+    if job.workers.pin and job.run.device == "cpu" and needed > len(available_cores()):
         found.append(
             f"workers.pin has no effect: {job.workers.total} workers of {job.workers.threads} threads "
-            f"need {job.workers.total * job.workers.threads} cores, there are {len(cores)}"
+            f"need {needed} cores, this machine has {len(available_cores())}"
         )
     return tuple(found)
+
+
+_STATIC = ("gpipe", "1f1b", "interleaved-1f1b")
+_EFFECTIVE = {
+    "balance": _STATIC,
+    "encoder_first": _STATIC,
+    "pieces_per_worker": ("interleaved-1f1b",),
+    "chunks_per_worker": ("dynamic",),
+    "items_per_part": ("dynamic",),
+    "even_parts": ("dynamic",),
+}
+"""Policies that look at an option."""
+
+
+def _policy(document: toml.Document) -> Policy:
+    """[policy]: the policy's name, its rounds and its options stand in one table."""
+    options = [field.encode_name for field in msgspec.structs.fields(PolicyOptions)]
+    toml.check_keys(document, "policy", ("name", "rounds", *options))
+    policy = toml.convert(document, "policy", Policy, ignore=options)
+    if policy.name not in (*POLICIES, "dynamic"):
+        raise document.error("policy.name", f"expected one of {', '.join(POLICIES)}")
+    return msgspec.structs.replace(
+        policy, options=toml.convert(document, "policy", PolicyOptions, ignore=("name", "rounds"))
+    )
 
 
 _FLOW = re.compile(r"\s*([\w-]+)\.([\w-]+)\s*->\s*([\w-]+)(?:\.([\w-]+))?\s*")
@@ -204,8 +214,9 @@ def _check_names(document: toml.Document, job: Job) -> None:
     mentioned = [("task.backbone", job.task.backbone)]
     mentioned += [("model.flows", end) for flow in job.flows for end in (flow.source, flow.destination)]
     mentioned += [(f"task.loss_weights.{name}", name) for name in job.task.loss_weights]
-    mentioned += [(f"policy.chunks_per_worker.{name}", name) for name in job.policy.chunks_per_worker]
-    mentioned += [(f"policy.items_per_part.{name}", name) for name in job.policy.items_per_part]
+    mentioned += [(f"task.max_items.{name}", name) for name in job.task.max_items]
+    mentioned += [(f"policy.chunks_per_worker.{name}", name) for name in job.policy.options.chunks_per_worker]
+    mentioned += [(f"policy.items_per_part.{name}", name) for name in job.policy.options.items_per_part]
     for path, name in mentioned:
         if name not in job.modules:
             raise document.error(path, f"there is no module {name}; [model] defines {', '.join(job.modules)}")
