@@ -1,6 +1,6 @@
 """The data section of a config file, and the data set that it describes.
 
-    [data]
+    [task.data]
     type = "jsonl"
     train = "train.jsonl"
     held_out = "held-out.jsonl"
@@ -12,11 +12,13 @@ Paths are relative to the config file's folder.
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from pipeweaver.data import digits, jsonl
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.digits import DigitsDataset, Kind, Split
 from pipeweaver.data.jsonl import JsonLinesDataset
@@ -39,6 +41,14 @@ class DigitsData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vision: str = "vision"
     language: str = "language"
     diffusion: str = "diffusion"
+
+    def __post_init__(self) -> None:
+        settings = msgspec.structs.asdict(self)
+        for name in ("held_out_records", "vision", "language", "diffusion"):
+            del settings[name]
+        digits.check_settings(**settings)
+        if self.held_out_records < 1:
+            raise ValueError(f"held_out_records = {self.held_out_records}: must be 1 or more")
 
 
 class JsonLinesData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="jsonl"):
@@ -64,6 +74,14 @@ class JsonLinesData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vision: str = "vision"
     language: str = "language"
 
+    def __post_init__(self) -> None:
+        names = ("patch", "merge", "min_pixels", "max_pixels", "mean", "std")
+        jsonl.check_settings(**{name: getattr(self, name) for name in names})
+        if self.tokenizer == "bytes":
+            for name, value in (("bos", self.bos), ("eos", self.eos)):
+                if value is not None:
+                    raise ValueError(f"{name} = {value}: names a token of a tokenizer file; bytes have their own")
+
 
 class CustomData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="custom"):
     """A data set of the user's: `build` is "package.module:function", called as
@@ -72,8 +90,15 @@ class CustomData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     build: str
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:\w+", self.build):
+            raise ValueError(f'build = {self.build}: expected "package.module:function"')
+
 
 DataConfig = DigitsData | JsonLinesData | CustomData
+
+DATA: dict[str, type[DataConfig]] = {"digits": DigitsData, "jsonl": JsonLinesData, "custom": CustomData}
+"""By the value of `type`."""
 
 
 def build_dataset(config: DataConfig, split: Split, *, seed: int = 0, folder: str | Path = ".") -> Dataset:
@@ -101,10 +126,6 @@ def _json_lines(config: JsonLinesData, split: Split, folder: Path) -> JsonLinesD
     if path is None:
         raise ValueError("the data has no held-out samples: set held_out to a file of its own, or do not evaluate")
     if config.tokenizer == "bytes":
-        if config.bos is not None or config.eos is not None or config.image != "<image>":
-            raise ValueError(
-                'bos, eos and image name tokens of a tokenizer file; with tokenizer = "bytes" leave them out'
-            )
         tokenizer: Tokenizer = ByteTokenizer()
     else:
         tokenizer = FileTokenizer(folder / config.tokenizer, image=config.image, bos=config.bos, eos=config.eos)
@@ -117,8 +138,6 @@ def _json_lines(config: JsonLinesData, split: Split, folder: Path) -> JsonLinesD
 
 def _custom(config: CustomData, split: Split, seed: int, folder: Path) -> Dataset:
     module, _, name = config.build.partition(":")
-    if not module or not name:
-        raise ValueError(f'build is {config.build!r}; it must be "package.module:function"')
     try:
         build = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

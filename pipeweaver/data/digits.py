@@ -42,7 +42,6 @@ _SENTENCES = (
     "The sheet had no lines. ",
     "Some are larger than others. ",
 )
-_WORDS = {24: "small", 32: "plain", 40: "large"}
 
 
 class _Picture(NamedTuple):
@@ -51,6 +50,11 @@ class _Picture(NamedTuple):
 
 
 _Document = tuple[str | _Picture, ...]
+
+
+class _Record(NamedTuple):
+    document: _Document
+    sequence: TokenSequence
 
 
 class DigitsDataset:
@@ -86,9 +90,22 @@ class DigitsDataset:
         self.patch, self.merge, self.supervise = patch, merge, supervise
         self.vision, self.language, self.diffusion = vision, language, diffusion
         self._tokenizer = ByteTokenizer()
-        self._check()
+        if split not in ("train", "held-out"):
+            raise ValueError(f"there is no split {split!r}; there are train and held-out")
+        if seed < 0:
+            raise ValueError(f"seed = {seed}: must be 0 or more")
+        check_settings(
+            kind=kind,
+            num_records=num_records,
+            max_tokens=max_tokens,
+            max_images=max_images,
+            pixels=pixels,
+            patch=patch,
+            merge=merge,
+            supervise=supervise,
+        )
         self._images = _split(split)
-        self._document = lru_cache(maxsize=4096)(self._draw)
+        self._record = lru_cache(maxsize=1024)(self._build)
 
     @property
     def vocabulary(self) -> int:
@@ -100,11 +117,8 @@ class DigitsDataset:
 
     @property
     def widths(self) -> dict[str, int]:
-        return (
-            {{"documents": "pixels", "text-to-image": "latents"}[self.kind]: self.patch**2}
-            if self.kind != "text"
-            else {}
-        )
+        names = {"documents": "pixels", "text": "", "text-to-image": "latents"}
+        return {names[self.kind]: self.patch**2} if names[self.kind] else {}
 
     def bound(self, module: str) -> Bound:
         largest = max(self.pixels)
@@ -120,8 +134,7 @@ class DigitsDataset:
         return f"record {record} of the {self.split} digits"
 
     def sample(self, record: int, *, task: str = "main", draw: int = 0) -> Sample:
-        document = self._document(record)
-        sequence = self._sequence(document)
+        document, sequence = self._record(record)
         items = [
             Item(task=task, draw=draw, module=self._image_module, position=position, sizes=self._sizes(picture))
             for position, picture in enumerate(_pictures(document))
@@ -134,9 +147,9 @@ class DigitsDataset:
         return Sample(task=task, draw=draw, record=record, items=(*items, text), links=links)
 
     def load(self, record: int, item: Item, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        document = self._document(record)
+        document, sequence = self._record(record)
         if item.module == self.language:
-            return {name: array for name, array in self._sequence(document)._asdict().items() if name in names}
+            return {name: array for name, array in sequence._asdict().items() if name in names}
         picture = _pictures(document)[item.position]
         image = _resize(_digits()[0][picture.image], picture.pixels)
         name = "latents" if self.kind == "text-to-image" else "pixels"
@@ -144,7 +157,7 @@ class DigitsDataset:
 
     def image_numbers(self, record: int) -> tuple[int, ...]:
         """Which of scikit-learn's images the record shows, in order."""
-        return tuple(picture.image for picture in _pictures(self._document(record)))
+        return tuple(picture.image for picture in _pictures(self._record(record).document))
 
     @property
     def _image_module(self) -> str:
@@ -156,12 +169,19 @@ class DigitsDataset:
             return {"tokens": side * side, "elements": picture.pixels**2, "height": side, "width": side}
         return image_sizes(side, side, self.merge)
 
+    def _build(self, record: int) -> _Record:
+        document = self._draw(record)
+        sequence = self._sequence(document)
+        for array in sequence:
+            array.flags.writeable = False  # it is kept and handed out again
+        return _Record(document, sequence)
+
     def _draw(self, record: int) -> _Document:
         assert record >= 0 and (self.num_records is None or record < self.num_records), record
         random = np.random.default_rng([self.seed, ("train", "held-out").index(self.split), record])
         if self.kind == "text-to-image":
             picture = self._draw_picture(random)
-            return (f"A {_WORDS.get(picture.pixels, str(picture.pixels))} {self._name(picture)}.", picture)
+            return (f"A {_size_word(picture.pixels)} {self._name(picture)}.", picture)
         pictures: list[_Picture] = []
         if self.kind == "documents" and random.random() >= TEXT_ONLY_SHARE:
             count = min(int(random.geometric(1 / MEAN_IMAGES)), self.max_images)
@@ -204,34 +224,43 @@ class DigitsDataset:
         pieces.append(Piece([tokenizer.eos], text_learned))
         return build_sequence(pieces)
 
-    def _check(self) -> None:
-        side = self.patch * self.merge
-        if self.split not in ("train", "held-out"):
-            raise ValueError(f"digits: there is no split {self.split!r}; there are train and held-out")
-        if self.seed < 0:
-            raise ValueError(f"digits: seed is {self.seed}; it must be 0 or more")
-        if self.num_records is not None and self.num_records < 1:
-            raise ValueError(f"digits: num_records is {self.num_records}, so there are no samples; give 1 or more")
-        if not self.pixels or any(pixels < side or pixels % side for pixels in self.pixels):
-            raise ValueError(
-                f"digits: pixels are {list(self.pixels)}; each must be a multiple of patch * merge = {side}"
-            )
-        if self.max_images < 1:
-            raise ValueError(f"digits: max_images is {self.max_images}; it must be 1 or more")
-        if self.supervise == "names" and self.kind != "documents":
-            raise ValueError(f'digits: supervise = "names" leaves {self.kind} without any loss; use "text"')
-        longest_text = 2 + max(map(len, _SENTENCES))
-        needed = max(longest_text, 2 + max(map(len, NAMES)) + 1 + (max(self.pixels) // side) ** 2)
-        if self.kind == "text-to-image":
-            needed = 2 + len("A  .") + max(len(_WORDS.get(p, str(p))) for p in self.pixels) + max(map(len, NAMES))
-        if self.kind == "text":
-            needed = longest_text
-        if self.max_tokens < needed:
-            raise ValueError(f"digits: max_tokens is {self.max_tokens}, but one {self.kind} record needs {needed}")
+
+def check_settings(
+    *,
+    kind: Kind,
+    num_records: int | None,
+    max_tokens: int,
+    max_images: int,
+    pixels: Sequence[int],
+    patch: int,
+    merge: int,
+    supervise: str,
+) -> None:
+    """Raise ValueError, "key = value: what would be right", if these settings allow no data."""
+    for name, value in (("patch", patch), ("merge", merge), ("max_images", max_images), ("num_records", num_records)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value}: must be 1 or more")
+    side = patch * merge
+    if not pixels or any(one < side or one % side for one in pixels):
+        raise ValueError(f"pixels = {list(pixels)}: each must be a multiple of patch * merge = {side}")
+    if supervise == "names" and kind != "documents":
+        raise ValueError(f'supervise = "names": leaves {kind} without any loss; "text" is right')
+    longest_name, longest_text = max(map(len, NAMES)), max(map(len, _SENTENCES))
+    needed = {
+        "documents": 2 + max(longest_text, longest_name + 1 + (max(pixels) // side) ** 2),
+        "text": 2 + longest_text,
+        "text-to-image": 2 + len("A  .") + max(len(_size_word(one)) for one in pixels) + longest_name,
+    }[kind]
+    if max_tokens < needed:
+        raise ValueError(f"max_tokens = {max_tokens}: one record can need {needed}")
 
 
 def _pictures(document: _Document) -> list[_Picture]:
     return [part for part in document if isinstance(part, _Picture)]
+
+
+def _size_word(pixels: int) -> str:
+    return {24: "small", 32: "plain", 40: "large"}.get(pixels, str(pixels))
 
 
 def _draw_text(random: np.random.Generator, count: int, room: int) -> str:

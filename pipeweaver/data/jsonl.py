@@ -75,7 +75,10 @@ class JsonLinesDataset:
         self.mean, self.std = tuple(mean), tuple(std)
         self.turn_start, self.turn_end = turn_start, turn_end
         self.vision, self.language = vision, language
-        self._check()
+        check_settings(
+            patch=patch, merge=merge, min_pixels=min_pixels, max_pixels=max_pixels, mean=self.mean, std=self.std
+        )
+        self._check_turns()
         self._read = lru_cache(maxsize=64)(self._read_uncached)
         self._scan = self._cached_scan(None if cache is None else self.path.parent / cache)
 
@@ -257,20 +260,28 @@ class JsonLinesDataset:
         content.update(repr(settings).encode())
         return content.hexdigest()[:16]
 
-    def _check(self) -> None:
-        multiple = self.patch * self.merge
-        if self.patch < 1 or self.merge < 1:
-            raise ValueError(f"patch is {self.patch} and merge {self.merge}; both must be 1 or more")
-        if self.max_pixels < max(multiple**2, self.min_pixels):
-            raise ValueError(
-                f"max_pixels is {self.max_pixels}; it must be at least min_pixels ({self.min_pixels}) "
-                f"and (patch * merge)^2 = {multiple**2}"
-            )
-        if len(self.mean) != 3 or len(self.std) != 3 or 0 in self.std:
-            raise ValueError(f"mean {self.mean} and std {self.std} must have three values each, std none of them 0")
+    def _check_turns(self) -> None:
         for name, text in (("turn_start", self.turn_start), ("turn_end", self.turn_end)):
             if self.tokenizer.image in self.tokenizer.encode(text, special=True):
-                raise ValueError(f"{name} is {text!r}; it must not contain the image token")
+                raise ValueError(f"{name} = {text!r}: must not contain the image token")
+
+
+def check_settings(
+    *, patch: int, merge: int, min_pixels: int, max_pixels: int, mean: Sequence[float], std: Sequence[float]
+) -> None:
+    """Raise ValueError, "key = value: what would be right", if images cannot be taken in so."""
+    for name, value in (("patch", patch), ("merge", merge)):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: must be 1 or more")
+    if max_pixels < max((patch * merge) ** 2, min_pixels):
+        raise ValueError(
+            f"max_pixels = {max_pixels}: must be at least min_pixels = {min_pixels} "
+            f"and (patch * merge)^2 = {(patch * merge) ** 2}"
+        )
+    if len(mean) != 3:
+        raise ValueError(f"mean = {list(mean)}: must have three values, for red, green and blue")
+    if len(std) != 3 or min(std) <= 0:
+        raise ValueError(f"std = {list(std)}: must have three values above 0, for red, green and blue")
 
 
 class _Conversation(NamedTuple):

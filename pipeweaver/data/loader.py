@@ -74,7 +74,7 @@ class Loader:
         )
         self.task, self.seed, self.shuffle, self.epochs = task, seed, shuffle, epochs
         self.fitted: Fitted = fit(dataset, self.packing, too_long)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._permutation = lru_cache(maxsize=2)(self._permute)
         self._cursor = Cursor(seed=seed, num_records=self._num_records)
         self._ahead: deque[tuple[Batch, Cursor]] = deque()
@@ -119,12 +119,11 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.peek()
-        if batch is None:
-            raise StopIteration
         with self._lock:
+            if self.peek() is None:
+                raise StopIteration
             batch, self._cursor = self._ahead.popleft()
-        return batch
+            return batch
 
     @property
     def _num_records(self) -> int | None:

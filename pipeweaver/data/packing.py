@@ -67,7 +67,8 @@ class Fitted:
         sample = self.dataset.sample(record, task=task, draw=draw)
         if self.truncate and excess(sample, self.packing):
             cut = truncated(self.dataset, sample, self.packing)
-            assert cut is not None, "the scan left out what nothing remains of"
+            if cut is None:  # only endless data, which cannot be scanned
+                raise ValueError(f"{self.dataset.describe(record)}: nothing remains after truncation; raise the limits")
             sample = cut
         return sample
 
