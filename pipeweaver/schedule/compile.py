@@ -21,7 +21,7 @@ import msgspec
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share, linked
-from pipeweaver.model.graph import ModelGraph, TensorSpec, positions
+from pipeweaver.model.graph import ModelGraph, positions
 from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.connect import covers, is_whole
 from pipeweaver.schedule.emulate import Queue, emulate, prediction
@@ -70,6 +70,7 @@ def compile_plan(
     times = _time(step, draft)
     transfers, posts = _transfers(step, times, lead)
     groups = parameter_groups(graph, draft.placement, costs)
+    outputs = _Outputs(step)
     plan = Plan(
         step=share.step,
         replica=share.replica,
@@ -90,7 +91,7 @@ def compile_plan(
         normalisers=share.normalisers,
         actions=tuple(
             (
-                *_worker_actions(step, worker, times, transfers, posts),
+                *_worker_actions(step, outputs, worker, times, transfers, posts),
                 *_ending(step, worker, groups, share.num_replicas),
             )
             for worker in range(draft.placement.workers)
@@ -139,7 +140,7 @@ def _transfers(step: StepStages, times: StageTimes, lead: int) -> tuple[list[Tra
     worker_ranks = [[rank[step.number[stage]] for stage in order] for order in step.draft.order]
     events: list[tuple[int, int, Direction, int, int]] = []
     for i, edge in enumerate(step.edges):
-        if not step.is_local(edge):
+        if not step.is_local[i]:
             sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
             events.append((rank[step.number[Stage(*edge.source, "F")]], i, "F", sender, receiver))
             if edge.grad and not step.draft.forward_only:
@@ -164,7 +165,7 @@ def _transfers(step: StepStages, times: StageTimes, lead: int) -> tuple[list[Tra
                 receiver=receiver,
                 shape=(edge.num_rows, edge.width),
                 dtype=edge.dtype,
-                num_bytes=step.num_bytes(edge),
+                num_bytes=step.edge_bytes[i],
                 duration_ns=step.lag_ns[i],
             )
         )
@@ -172,7 +173,12 @@ def _transfers(step: StepStages, times: StageTimes, lead: int) -> tuple[list[Tra
 
 
 def _worker_actions(
-    step: StepStages, worker: int, times: StageTimes, transfers: list[Transfer], posts: list[list[tuple[int, int]]]
+    step: StepStages,
+    outputs: _Outputs,
+    worker: int,
+    times: StageTimes,
+    transfers: list[Transfer],
+    posts: list[list[tuple[int, int]]],
 ) -> list[Action]:
     """Loads, stages, posts, waits and frees of a worker. Before stage k come, in this order: what stage k-1
     lets go of, posts, waits for sends long on their way and what these free, the load of stage k and waits
@@ -203,6 +209,7 @@ def _worker_actions(
             sent[slot_of_wait[i]].append(Wait(transfer=i))
     loads: list[list[Action]] = [[] for _ in range(size)]
     computes: list[Compute] = []
+    loaded_names = {number: _loads(step, number) for number in step.draft.placement.on(worker)}
     for k, stage in enumerate(order):
         at = (stage.chunk, stage.part)
         cost = step.cost[at]
@@ -211,7 +218,7 @@ def _worker_actions(
         workspace = cost.backward_workspace_bytes
         if stage.phase == "F":
             workspace = cost.forward_workspace_bytes
-            names = _loads(step, stage.chunk)
+            names = loaded_names[stage.chunk]
             if names:
                 loaded = Buffer("loaded", *at)
                 loads[k].append(
@@ -225,14 +232,14 @@ def _worker_actions(
                 )
                 freed[last + 1].append(loaded)
             assembled = 0
-            for i in step.incoming.get(at, ()):
-                edge = step.edges[i]
-                whole = is_whole(step.edges, step.incoming[at], i)
-                assembled += 0 if whole else step.num_bytes(edge)
-                if not step.is_local(edge):
+            incoming = step.incoming.get(at, ())
+            for i in incoming:
+                whole = is_whole(step.edges, incoming, i)
+                assembled += 0 if whole else step.edge_bytes[i]
+                if not step.is_local[i]:
                     loads[k].append(Wait(transfer=number[i, "F"]))
                     freed[(last if whole else k) + 1].append(Buffer("received", number[i, "F"]))
-            output = _output_bytes(step, at)
+            output = outputs.num_bytes(at)
             if step.backward[stage.chunk]:
                 saved = Buffer("saved", *at)
                 allocations.append(Allocation(saved, cost.saved_bytes + output + assembled))
@@ -246,10 +253,10 @@ def _worker_actions(
         elif stage.phase in "BI":
             for i in step.outgoing.get(at, ()):
                 edge = step.edges[i]
-                if edge.grad and not step.is_local(edge):
+                if edge.grad and not step.is_local[i]:
                     loads[k].append(Wait(transfer=number[i, "B"]))
                     freed[k + 1].append(Buffer("received", number[i, "B"]))
-            returned = sum(step.num_bytes(step.edges[i]) for i in step.incoming.get(at, ()) if step.edges[i].grad)
+            returned = sum(step.edge_bytes[i] for i in step.incoming.get(at, ()) if step.edges[i].grad)
             if returned:
                 gradient = Buffer("gradient", *at)
                 allocations.append(Allocation(gradient, returned))
@@ -269,7 +276,7 @@ def _worker_actions(
     actions: list[Action] = []
     for k in range(size + 1):
         tensors = tuple(buffer for buffer in freed[k] if buffer.kind in ("output", "gradient"))
-        others = tuple(buffer for buffer in freed[k] if buffer not in tensors)
+        others = tuple(buffer for buffer in freed[k] if buffer.kind not in ("output", "gradient"))
         actions += [Free(buffers=others)] if others else []
         actions += posted[k]
         actions += sent[k]
@@ -296,7 +303,7 @@ def _last_use(
         edge = step.edges[i]
         if phase == "B" and not edge.grad:
             continue
-        if not step.is_local(edge):
+        if not step.is_local[i]:
             slots.append(slot_of_wait[number[i, phase]])
         elif phase == "F":
             slots.append(slot_of_stage[step.last_stage(edge.destination)] + 1)
@@ -312,24 +319,28 @@ def _loads(step: StepStages, number: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _output_bytes(step: StepStages, at: tuple[int, int]) -> int:
+class _Outputs:
     """Bytes of the distinct tensors that leave a (chunk, part), whole."""
-    chunk = step.draft.placement.chunks[at[0]]
-    module = step.graph.by_name[chunk.module]
-    outputs = {step.edges[i].output for i in step.outgoing.get(at, ())}
-    specs: dict[str, TensorSpec] = {}
-    for position, layer in positions(module):
-        if covers(module, chunk, position):
-            specs |= {
-                spec.name: spec for spec in (*layer.sends, *(layer.carries if position == chunk.stop - 1 else ()))
-            }
-    items = [step.share.items[i] for i in step.draft.parts[at[0]][at[1]].items]
-    return sum(
-        sum(item.sizes[specs[name].rows] for item in items)
-        * specs[name].width
-        * ITEM_SIZES[step.dtype if specs[name].dtype == "model" else specs[name].dtype]
-        for name in outputs
-    )
+
+    def __init__(self, step: StepStages) -> None:
+        self.step = step
+        self._row_bytes: dict[tuple[int, str], tuple[str, int]] = {}
+        for number, chunk in enumerate(step.draft.placement.chunks):
+            module = step.graph.by_name[chunk.module]
+            for position, layer in positions(module):
+                if covers(module, chunk, position):
+                    carries = layer.carries if position == chunk.stop - 1 else ()
+                    for spec in (*layer.sends, *carries):
+                        dtype = step.dtype if spec.dtype == "model" else spec.dtype
+                        self._row_bytes[number, spec.name] = (spec.rows, spec.width * ITEM_SIZES[dtype])
+
+    def num_bytes(self, at: tuple[int, int]) -> int:
+        total = 0
+        items = self.step.draft.parts[at[0]][at[1]].items
+        for name in {self.step.edges[i].output for i in self.step.outgoing.get(at, ())}:
+            rows, row_bytes = self._row_bytes[at[0], name]
+            total += row_bytes * sum(self.step.share.items[i].sizes[rows] for i in items)
+        return total
 
 
 def _ending(step: StepStages, worker: int, groups: tuple[ParameterGroup, ...], num_replicas: int) -> list[Action]:
@@ -349,6 +360,5 @@ def _ending(step: StepStages, worker: int, groups: tuple[ParameterGroup, ...], n
 
 
 def _with_prediction(plan: Plan, queue: Queue, useful: int, bound: int) -> Plan:
-
     (timeline,) = emulate([plan], queue)
     return msgspec.structs.replace(plan, prediction=prediction(plan, timeline, useful_ns=useful, lower_bound_ns=bound))

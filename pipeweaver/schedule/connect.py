@@ -74,8 +74,9 @@ def is_whole(edges: Sequence[Edge], incoming: Sequence[int], edge: int) -> bool:
     from its edges in memory of its own.
     """
     this = edges[edge]
-    alone = all(edges[other].input != this.input for other in incoming if other != edge)
-    return alone and len(this.rows) == 1
+    if len(incoming) == 1:
+        return len(this.rows) == 1
+    return len(this.rows) == 1 and all(edges[other].input != this.input for other in incoming if other != edge)
 
 
 def covers(module: Module, chunk: Chunk, position: int) -> bool:

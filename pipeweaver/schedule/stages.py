@@ -34,6 +34,8 @@ class StepStages:
     incoming: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     outgoing: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     lag_ns: list[int] = field(default_factory=list)
+    edge_bytes: list[int] = field(default_factory=list)
+    is_local: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draft, share = self.draft, self.share
@@ -54,8 +56,10 @@ class StepStages:
             self.incoming.setdefault(edge.destination, []).append(i)
             self.outgoing.setdefault(edge.source, []).append(i)
             sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
+            self.is_local.append(sender == receiver)
+            self.edge_bytes.append(edge.num_rows * edge.width * ITEM_SIZES[edge.dtype])
             self.lag_ns.append(
-                0 if sender == receiver else self.costs.transfer_ns(sender, receiver, self.num_bytes(edge))
+                0 if sender == receiver else self.costs.transfer_ns(sender, receiver, self.edge_bytes[i])
             )
         self.successors = [[] for _ in self.stages]
         for edge, lag in zip(self.edges, self.lag_ns, strict=True):
@@ -78,13 +82,6 @@ class StepStages:
         if not self.backward[at[0]]:
             return Stage(*at, "F")
         return self.gradient_stage(at)
-
-    def num_bytes(self, edge: Edge) -> int:
-        return edge.num_rows * edge.width * ITEM_SIZES[edge.dtype]
-
-    def is_local(self, edge: Edge) -> bool:
-        chunks = self.draft.placement.chunks
-        return chunks[edge.source[0]].worker == chunks[edge.destination[0]].worker
 
     def _precede(self, first: Stage, second: Stage, lag: int) -> None:
         self.successors[self.number[first]].append((self.number[second], lag))
