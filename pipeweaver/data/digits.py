@@ -180,26 +180,23 @@ class DigitsDataset:
         assert record >= 0 and (self.num_records is None or record < self.num_records), record
         random = np.random.default_rng([self.seed, ("train", "held-out").index(self.split), record])
         if self.kind == "text-to-image":
-            picture = self._draw_picture(random)
+            (picture,) = self._draw_pictures(random, 1)
             return (f"A {_size_word(picture.pixels)} {self._name(picture)}.", picture)
         pictures: list[_Picture] = []
         if self.kind == "documents" and random.random() >= TEXT_ONLY_SHARE:
             count = min(int(random.geometric(1 / MEAN_IMAGES)), self.max_images)
-            pictures = [self._draw_picture(random) for _ in range(count)]
-        left = self.max_tokens - 2
-        kept: list[_Picture] = []
-        for picture in pictures:
-            left -= self._rows(picture)
-            if left < 0:
-                break
-            kept.append(picture)
-        left = self.max_tokens - 2 - sum(self._rows(picture) for picture in kept)
+            pictures = self._draw_pictures(random, count)
+        room = self.max_tokens - 2 - np.cumsum([0, *map(self._rows, pictures)])
+        kept = pictures[: np.count_nonzero(room >= 0) - 1]
+        left = int(room[len(kept)])
         before = _draw_text(random, int(random.integers(1, 2 if kept else 7)), left)
         after = _draw_text(random, int(random.integers(0, 2)), left - len(before)) if kept else ""
         return (before, *kept, after)
 
-    def _draw_picture(self, random: np.random.Generator) -> _Picture:
-        return _Picture(int(random.choice(self._images)), int(random.choice(self.pixels)))
+    def _draw_pictures(self, random: np.random.Generator, count: int) -> list[_Picture]:
+        images = self._images[random.integers(0, len(self._images), count)].tolist()
+        sizes = random.integers(0, len(self.pixels), count).tolist()
+        return [_Picture(image, self.pixels[size]) for image, size in zip(images, sizes, strict=True)]
 
     def _rows(self, picture: _Picture) -> int:
         """Tokens that a picture takes in a document: its placeholders, its name, a space."""
