@@ -143,9 +143,9 @@ class SingleProcess:
 
 def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """Rule 6: per tensor max|a-b| <= 1e-9 max|b| + 1e-14 g, g the largest entry of all."""
-    largest = max((float(tensor.abs().max()) for tensor in expected.values()), default=0.0)
+    largest = max((float(tensor.detach().abs().max()) for tensor in expected.values()), default=0.0)
     for name, tensor in found.items():
         wanted = expected[name]
-        difference = float((tensor - wanted).abs().max())
-        limit = 1e-9 * float(wanted.abs().max()) + 1e-14 * largest
+        difference = float((tensor - wanted).detach().abs().max())
+        limit = 1e-9 * float(wanted.detach().abs().max()) + 1e-14 * largest
         assert difference <= limit, f"{name}: differs by {difference:.3g}, allowed {limit:.3g}"

@@ -1,0 +1,131 @@
+"""Cases of the exactness matrix: every pair of choices occurs, the rest is drawn by seed.
+
+Case(graph="tied", policy="1f1b", workers=4, num_replicas=2, batch="no images", seed=17)
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from pipeweaver.costs import FlatCosts
+from pipeweaver.data.items import Batch
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.assign import share_out
+from pipeweaver.planner.options import PolicyOptions
+from pipeweaver.policies import POLICIES
+from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.ir import Compute, Plan
+from pipeweaver.schedule.verify import verify
+from tests.runtime.graphs import BATCHES, GRAPHS, batch_of, graph_of
+
+CHOICES = {
+    "graph": GRAPHS,
+    "policy": tuple(POLICIES),
+    "workers": (1, 2, 4),
+    "num_replicas": (1, 2),
+    "batch": BATCHES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    graph: str
+    policy: str
+    workers: int
+    num_replicas: int
+    batch: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.graph}-{self.policy}-{self.workers}x{self.num_replicas}-{self.batch}-{self.seed}"
+
+
+def pairwise(seed: int = 0, extra: int = 0) -> list[Case]:
+    """Cases in which every pair of choices occurs, greedily few, and `extra` ones drawn at random."""
+    draw = random.Random(seed)
+    names = list(CHOICES)
+    missing = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(names, 2)
+        for a in CHOICES[one]
+        for b in CHOICES[other]
+    }
+    cases = []
+    while missing:
+        best: dict = {}
+        covered: set = set()
+        for pair in draw.sample(sorted(missing, key=repr), min(10, len(missing))):
+            chosen = {name: draw.choice(CHOICES[name]) for name in names} | dict(pair)
+            new = set(itertools.combinations(chosen.items(), 2)) & missing
+            if len(new) > len(covered):
+                best, covered = chosen, new
+        missing -= covered
+        cases.append(Case(**best, seed=draw.randrange(1000)))
+    for _ in range(extra):
+        cases.append(Case(**{n: draw.choice(CHOICES[n]) for n in names}, seed=draw.randrange(1000)))
+    return cases
+
+
+def make_graph(case: Case) -> ModelGraph:
+    # Enough layers for two pieces per worker, also where there is one module alone.
+    return graph_of(case.graph, layers=2 * case.workers if case.graph in ("one module", "skip") else case.workers + 1)
+
+
+def make_batch(case: Case, graph: ModelGraph, step: int) -> Batch:
+    return batch_of(case.batch, graph, case.workers, case.seed + step, step)
+
+
+def make_plans(case: Case, graph: ModelGraph, batches: list[Batch], forward_only: bool = False) -> list[list[Plan]]:
+    """Verified plans, per step and replica; costs, options and memory strategies are drawn by seed."""
+    draw = random.Random(case.seed)
+    costs = FlatCosts(
+        layers={module.name: len(module.layers) for module in graph.modules},
+        row_ns={module.name: draw.randint(300, 3000) for module in graph.modules},
+    )
+    options = PolicyOptions(
+        encoder_first=case.workers == 1 and draw.random() < 0.5,
+        items_per_part={module.name: draw.randint(1, 3) for module in graph.modules if draw.random() < 0.5},
+        even_parts=draw.choice(["items", "cost"]),
+    )
+    policy = POLICIES[case.policy]
+    shares = [share_out(graph, batch, case.num_replicas, costs) for batch in batches]
+    placement = policy.place(graph, case.workers, costs, [share for step in shares for share in step], options)
+    steps = []
+    for of_step in shares:
+        plans = []
+        for share in of_step:
+            draft = policy.plan(
+                graph,
+                placement,
+                share,
+                costs,
+                budget_bytes=None,
+                seed=case.seed,
+                rounds=1,
+                forward_only=forward_only,
+                options=options,
+            )
+            plans.append(recomputing(graph, compile_plan(graph, share, draft, costs, dtype="float64"), draw))
+        verify(plans, graph, of_step, dtype="float64")
+        steps.append(plans)
+    return steps
+
+
+def recomputing(graph: ModelGraph, plan: Plan, draw: random.Random) -> Plan:
+    """The plan with memory strategies of some forwards drawn at random."""
+    actions = []
+    for of_worker in plan.actions:
+        changed = []
+        for action in of_worker:
+            if isinstance(action, Compute) and action.stage.phase == "F" and draw.random() < 0.3:
+                chunk = plan.placement.chunks[action.stage.chunk]
+                layers = list(graph.by_name[chunk.module].range(chunk.start, chunk.stop))
+                strategies = tuple(draw.choice(["keep", "recompute", "recompute-attention"]) for _ in layers)
+                action = msgspec.structs.replace(action, strategies=strategies)
+            changed.append(action)
+        actions.append(tuple(changed))
+    return msgspec.structs.replace(plan, actions=tuple(actions))

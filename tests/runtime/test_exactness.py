@@ -1,0 +1,48 @@
+"""Every schedule of the same samples gives the loss and the gradients of one process on the whole batch.
+
+Over kinds of model graphs, policies, workers, replicas and batches: all pairs of them, in float64, and the
+parameters after three AdamW steps with clipping active.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeweaver.runtime.optimizer import OptimizerConfig
+from tests.runtime.cases import Case, make_batch, make_graph, make_plans, pairwise
+from tests.runtime.threads import SingleProcess, assert_close, local_workers, run_steps
+
+RATES = (1e-2, 2e-2, 5e-3)
+
+
+@pytest.mark.parametrize("case", pairwise(seed=0, extra=10), ids=str)
+def test_a_schedule_equals_a_single_process(case: Case) -> None:
+    graph = make_graph(case)
+    batches = [make_batch(case, graph, step) for step in range(len(RATES))]
+    steps = make_plans(case, graph, batches)
+    single = SingleProcess(graph)
+    losses = single.step(batches[0])
+    queue = "worker" if case.seed % 2 else "pair"
+
+    # One step without clipping: losses and gradients.
+    workers = local_workers(graph, steps[0][0].placement, case.num_replicas, queue=queue)
+    results = run_steps(workers, steps[:1])
+    found = set()
+    for address, worker in workers.items():
+        (result,) = results[address]
+        assert result.losses == pytest.approx(losses, rel=1e-11, abs=1e-300)
+        assert result.gradient_norm == pytest.approx(single.norm, rel=1e-11)
+        gradients = {name: p.grad for name, p in worker.parameters.items() if p.requires_grad}
+        assert_close(gradients, single.gradients)
+        found |= gradients.keys()
+    assert found == single.gradients.keys()
+
+    # Three steps, clipped: parameters, and no more than a single process changes.
+    config = OptimizerConfig(clip_norm=single.norm / 4)
+    workers = local_workers(graph, steps[0][0].placement, case.num_replicas, queue=queue, optimizer=config)
+    run_steps(workers, steps, RATES)
+    single = SingleProcess(graph, config)
+    for batch, rate in zip(batches, RATES, strict=True):
+        single.step(batch, rate)
+    for worker in workers.values():
+        assert_close(dict(worker.parameters), dict(single.parameters))
