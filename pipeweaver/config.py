@@ -35,6 +35,7 @@ from pipeweaver.model.build import CONFIGS, ModuleConfig
 from pipeweaver.model.graph import Flow
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
+from pipeweaver.runtime.optimizer import OptimizerConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -81,18 +82,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_items: dict[str, PositiveInt] = {}
     too_long: Literal["error", "skip", "truncate"] = "error"
     loss_weights: dict[str, NonNegativeFloat] = {}
-
-
-class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[optimizer]: AdamW."""
-
-    lr: NonNegativeFloat = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    warmup_steps: int = 0
-    schedule: Literal["constant", "cosine"] = "constant"
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
