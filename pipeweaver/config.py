@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from pipeweaver import toml
 from pipeweaver.cluster import Workers, available_cores
-from pipeweaver.data.config import CustomData, DataConfig, DigitsData, JsonLinesData
+from pipeweaver.data.config import DATA, DataConfig
 from pipeweaver.model.build import CONFIGS, ModuleConfig
 from pipeweaver.model.graph import Flow
 from pipeweaver.planner.options import PolicyOptions
@@ -91,7 +91,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 MODULES = cast(dict[str, type[ModuleConfig]], CONFIGS)
-DATA: dict[str, type[DataConfig]] = {"digits": DigitsData, "jsonl": JsonLinesData, "custom": CustomData}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

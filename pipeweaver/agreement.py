@@ -1,0 +1,90 @@
+"""Do a job's model and data fit together? Tokens, patches, merged features, placeholders, names, flows.
+
+    check_agreement(job, dataset)
+    -> ValueError: run.toml: model.language.vocab = 200: the data has 259 tokens; set it to 259 or more
+
+Each is checked by whoever uses it too, but late, and in its own words.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from pipeweaver.config import Job
+from pipeweaver.data.dataset import Dataset
+from pipeweaver.data.items import Sample
+from pipeweaver.model.language import LanguageConfig
+from pipeweaver.model.vit import VitConfig
+
+MOST_SAMPLES = 64
+"""So many of the first samples are looked at: enough to see which modules the data has items for."""
+
+
+def check_agreement(job: Job, dataset: Dataset) -> None:
+    """Raises ValueError, one line that names the key to change. Modules of the user's own are left to them."""
+    for name, config in job.modules.items():
+        where = f"{job.path}: model.{name}"
+        if isinstance(config, VitConfig):
+            _check_width(f"{where}.patch = {config.patch}", "pixels", config.patch_values, dataset)
+            _check_merge(f"{where}.merge = {config.merge}", config.merge, job)
+        if isinstance(config, LanguageConfig):
+            _check_tokens(where, name, config, job, dataset)
+    number = MOST_SAMPLES if dataset.num_records is None else min(MOST_SAMPLES, dataset.num_records)
+    samples = [dataset.sample(record, task=job.task.name) for record in range(number)]
+    _check_modules(job, samples)
+    _check_links(job, samples)
+
+
+def _check_width(where: str, tensor: str, width: int, dataset: Dataset) -> None:
+    found = dataset.widths.get(tensor)
+    if found is None:
+        loaded = ", ".join(dataset.widths) or "no such tensors"
+        raise ValueError(f"{where}: the module takes {tensor}, but the data has {loaded}")
+    if found != width:
+        raise ValueError(f"{where}: a row of {tensor} is {width} values for the module, {found} in the data")
+
+
+def _check_merge(where: str, merge: int, job: Job) -> None:
+    """The data counts the rows that an image becomes, so it must know how patches are merged."""
+    found = getattr(job.data, "merge", merge)
+    if found != merge:
+        raise ValueError(f"{where}: task.data.merge = {found}; both must be the same")
+
+
+def _check_tokens(where: str, name: str, config: LanguageConfig, job: Job, dataset: Dataset) -> None:
+    if config.vocab < dataset.vocabulary:
+        raise ValueError(
+            f"{where}.vocab = {config.vocab}: the data has {dataset.vocabulary} tokens; set it to that or more"
+        )
+    for flow in job.flows:
+        token = dataset.placeholders.get(flow.source)
+        given = config.placeholders.get(flow.name)
+        if flow.destination == name and token is not None and given is not None and token != given:
+            raise ValueError(f"{where}.placeholders.{flow.name} = {given}: in the data it is token {token}")
+
+
+def _check_modules(job: Job, samples: list[Sample]) -> None:
+    found = {item.module for sample in samples for item in sample.items}
+    for module in sorted(found - set(job.modules)):
+        raise ValueError(
+            f"{job.path}: task.data has items for module {module}, but [model] defines only {', '.join(job.modules)}"
+        )
+    if job.task.backbone not in found:
+        raise ValueError(
+            f'{job.path}: task.backbone = "{job.task.backbone}": the first {len(samples)} samples have no items for '
+            f"it, only for {', '.join(sorted(found)) or 'nothing'}"
+        )
+
+
+def _check_links(job: Job, samples: list[Sample]) -> None:
+    flows = {(flow.source, flow.destination) for flow in job.flows}
+    linked = (
+        (sample.items[source].module, sample.items[destination].module)
+        for sample in samples
+        for source, destination in sample.links
+    )
+    for source, destination in islice((pair for pair in linked if pair not in flows), 1):
+        raise ValueError(
+            f"{job.path}: model.flows: in the data, items of {source} belong into items of {destination}, "
+            f'but no flow leads there; add "{source}.TENSOR -> {destination}"'
+        )

@@ -1,0 +1,215 @@
+"""A job from a file: what is read, and that every mistake is one line with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeweaver.config import Job, load, without_effect
+from pipeweaver.data.config import DigitsData
+from pipeweaver.model.graph import Flow
+from pipeweaver.model.language import LanguageConfig
+from pipeweaver.model.vit import VitConfig
+from pipeweaver.planner.options import PolicyOptions
+
+JOB = """
+[run]
+steps = 10
+device = "cpu"
+
+[workers]
+pipeline = 2
+memory = "2 GiB"
+
+[policy]
+name = "gpipe"
+encoder_first = true
+
+[model]
+flows = ["vision.features -> language"]
+
+[model.vision]
+type = "vit"
+layers = 2
+hidden = 32
+heads = 4
+patch = 4
+merge = 2
+channels = 1
+output = 64
+
+[model.language]
+type = "language"
+layers = 3
+hidden = 64
+heads = 4
+vocab = 259
+placeholders = { vision = 258 }
+
+[task]
+backbone = "language"
+tokens_per_microbatch = 512
+microbatches = 4
+loss_weights = { language = 0.5 }
+
+[task.data]
+type = "digits"
+
+[optimizer]
+lr = 0.002
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path / "job.toml"
+
+
+def test_what_a_file_becomes(path: Path) -> None:
+    job = load(path)
+    assert job.run.steps == 10 and job.run.seed == 0
+    assert job.output == Path("runs/job")
+    assert job.workers.total == 2 and job.workers.memory_bytes == 2 << 30
+    assert (job.policy.name, job.policy.options) == ("gpipe", PolicyOptions(encoder_first=True))
+    assert isinstance(job.modules["vision"], VitConfig) and isinstance(job.modules["language"], LanguageConfig)
+    assert list(job.modules) == ["vision", "language"]
+    assert job.flows == (Flow(source="vision", tensor="features", destination="language", name="vision"),)
+    assert job.task.loss_weights == {"language": 0.5}
+    assert job.data == DigitsData()
+    assert job.optimizer.lr == 0.002
+
+
+def test_a_flow_may_be_read_under_another_name(path: Path) -> None:
+    assert load(path, ['model.flows=["vision.features->language.images"]']).flows[0].name == "images"
+
+
+def test_output_is_where_the_user_says(path: Path) -> None:
+    assert load(path, ["run.output=elsewhere/x"]).output == Path("elsewhere/x")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.stepz=10", "run.stepz = 10: unknown key; did you mean steps?"),
+        ("run.steps=ten", 'run.steps = "ten": expected a whole number, not a string'),
+        ("run.steps=0", "run.steps = 0: expected a whole number >= 1"),
+        ("run.seed=-1", "run.seed = -1: expected a whole number >= 0"),
+        ("run.watchdog_s=0", "run.watchdog_s = 0: expected a number > 0.0"),
+        ("run.dtype=float16", 'run.dtype = "float16": expected one of "bfloat16", "float32", "float64"'),
+        ("run.device=gpu", 'run.device = "gpu": expected one of "auto", "cpu", "cuda"'),
+        ("run.tensorboard=1", "run.tensorboard = 1: expected true or false, not a whole number"),
+        ("workers.pipeline=0", "workers.pipeline = 0: expected a whole number >= 1"),
+        ("workers.replicas=0", "workers.replicas = 0: expected a whole number >= 1"),
+        ("workers.memory=4", "workers.memory = 4: expected a string, not a whole number"),
+        (
+            "workers.memory='4 gigs'",
+            'workers.memory = "4 gigs": memory "4 gigs" is not a size; '
+            'write a number and a unit, such as "4 GiB" or "500 MB"',
+        ),
+        ("policy.name=pgipe", 'policy.name = "pgipe": expected one of '),
+        ("policy.roundz=1", "policy.roundz = 1: unknown key; did you mean rounds?"),
+        ("policy.balance=time", 'policy.balance = "time": expected one of "cost", "parameters"'),
+        (
+            "policy.chunks_per_worker.lang=1",
+            "policy.chunks_per_worker.lang = 1: there is no module lang; [model] defines vision, language",
+        ),
+        ("model.flows=3", 'model.flows = 3: expected a list of flows, such as ["vision.features -> language"]'),
+        (
+            'model.flows=["vision -> language"]',
+            'model.flows = ["vision -> language"]: expected "SOURCE.TENSOR -> DESTINATION", not \'vision -> language\'',
+        ),
+        (
+            'model.flows=["audio.features -> language"]',
+            'model.flows = ["audio.features -> language"]: there is no module audio; [model] defines vision, language',
+        ),
+        ("model.vision.type=vitt", 'model.vision.type = "vitt": expected one of "vit", "language"'),
+        ("model.vision.layers=0", "model.vision.layers = 0: expected a whole number >= 1"),
+        ("model.vision.layer=2", "model.vision.layer = 2: unknown key; did you mean layers?"),
+        ("model.vision.heads=3", "model.vision.heads = 3: heads = 3 do not divide hidden = 32"),
+        ("model.language.kv_heads=3", "model.language.kv_heads = 3: kv_heads = 3 do not divide heads = 4"),
+        ("model.audio.layers=3", "model.audio.type: missing; it is one of "),
+        ("task.backbone=lang", 'task.backbone = "lang": there is no module lang; [model] defines vision, language'),
+        ("task.microbatches=0", "task.microbatches = 0: expected a whole number >= 1"),
+        ("task.tokens_per_microbatch=0", "task.tokens_per_microbatch = 0: expected a whole number >= 1"),
+        ("task.loss_weights.language=-1", "task.loss_weights.language = -1: expected a number >= 0.0"),
+        ("task.loss_weights.lang=1", "task.loss_weights.lang = 1: there is no module lang; [model] defines"),
+        ("task.too_long=cut", 'task.too_long = "cut": expected one of "error", "skip", "truncate"'),
+        ("task.data.type=digit", 'task.data.type = "digit": expected one of "digits", '),
+        ("task.data.pixel=[24]", "task.data.pixel = [24]: unknown key; did you mean pixels?"),
+        ("optimizer.lr=-1", "optimizer.lr = -1: it must be a number of at least 0"),
+        ("optimizer.lr=inf", "optimizer.lr = Infinity: expected a finite number"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas = [0.9, 1]: both must be at least 0 and below 1"),
+        ("optimiser.lr=1", "optimiser: unknown key; did you mean optimizer?"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(path: Path, override: str, expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(path, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.partition(": ")[2].startswith(expected) or message.startswith(f"--set {override}: {expected}")
+    # The same in the file, with its line.
+    key, _, value = override.partition("=")
+    section, _, name = key.rpartition(".")
+    if f"[{section}]" in JOB and f"\n{name} =" not in JOB and value[0] in "0123456789[-":
+        path.write_text(JOB.replace(f"[{section}]\n", f"[{section}]\n{name} = {value}\n"))
+        line = path.read_text().splitlines().index(f"{name} = {value}") + 1
+        with pytest.raises(ValueError) as caught:
+            load(path)
+        assert str(caught.value).startswith(f"{path}:{line}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ('[task.data]\ntype = "digits"\n', "task.data.type: missing; it is one of"),
+        ('[task]\nbackbone = "language"', "task.backbone: missing; it has no default"),
+        ("microbatches = 4\n", "task.microbatches: missing; it has no default"),
+    ],
+)
+def test_what_is_missing_is_named(path: Path, section: str, expected: str) -> None:
+    path.write_text(JOB.replace(section, "[task]" if section.startswith("[task]") else ""))
+    with pytest.raises(ValueError) as caught:
+        load(path)
+    assert expected in str(caught.value)
+
+
+def test_a_file_without_a_model(path: Path) -> None:
+    path.write_text("[run]\nsteps = 1\n")
+    with pytest.raises(ValueError, match=r"job.toml: model: missing; a job needs at least one module"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], []),
+        (
+            ["policy.name=dynamic"],
+            ["policy.encoder_first has no effect with policy dynamic, only with gpipe or 1f1b or interleaved-1f1b"],
+        ),
+        (
+            ["policy.items_per_part.vision=4"],
+            ["policy.items_per_part has no effect with policy gpipe, only with dynamic"],
+        ),
+        (["policy.rounds=3"], ["policy.rounds has no effect with policy gpipe, which does not search"]),
+        (["run.evaluate_every=11"], ["run.evaluate_every = 11 is beyond the last step, 10"]),
+        (["workers.replicas=1000"], ["workers.pin has no effect: 2000 workers of 1 threads need 2000 cores, this"]),
+    ],
+)
+def test_settings_without_effect_are_told(path: Path, overrides: list[str], expected: list[str]) -> None:
+    found = without_effect(load(path, overrides))
+    assert len(found) == len(expected)
+    assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
+
+
+def test_every_example_is_read() -> None:
+    paths = sorted(Path(__file__).parents[1].glob("examples/*.toml"))
+    assert paths
+    for example in paths:
+        job = load(example)
+        assert isinstance(job, Job)
+        # On a machine with enough cores nothing in an example is without effect.
+        assert not [warning for warning in without_effect(job) if "workers.pin" not in warning]
