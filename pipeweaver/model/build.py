@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
+from pipeweaver.model.diffusion import DiffusionConfig, diffusion
 from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module, Reading, positions
 from pipeweaver.model.language import LanguageConfig, language
 from pipeweaver.model.part import seed_of
@@ -36,9 +37,14 @@ class CustomConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trainable: bool = True
 
 
-ModuleConfig = VitConfig | LanguageConfig | CustomConfig
+ModuleConfig = VitConfig | LanguageConfig | DiffusionConfig | CustomConfig
 
-CONFIGS: dict[str, type[msgspec.Struct]] = {"vit": VitConfig, "language": LanguageConfig, "custom": CustomConfig}
+CONFIGS: dict[str, type[msgspec.Struct]] = {
+    "vit": VitConfig,
+    "language": LanguageConfig,
+    "diffusion": DiffusionConfig,
+    "custom": CustomConfig,
+}
 """Record of each module type, by the name it has in a config file."""
 
 
@@ -153,6 +159,8 @@ def _build(name: str, config: ModuleConfig, readings: tuple[Reading, ...]) -> Mo
         return vit(name, config)
     if isinstance(config, LanguageConfig):
         return language(name, config, readings)
+    if isinstance(config, DiffusionConfig):
+        return diffusion(name, config, readings)
     module = _custom(name, config)
     if config.trainable:
         return module

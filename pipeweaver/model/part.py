@@ -59,9 +59,10 @@ class PartView:
         return torch.cat([torch.empty((0, *shape)), *blocks]).to(self.device, self.dtype)
 
     def uniform(self, name: str) -> Tensor:
-        """One draw from [0, 1) per item, shape [items]."""
+        """One draw from [0, 1) per item, shape [items], in single precision at least."""
         draws = [torch.rand(1, generator=self.generator(item, name), dtype=torch.float64) for item in self.items]
-        return torch.cat([torch.empty(0, dtype=torch.float64), *draws]).to(self.device, self.dtype)
+        precise = torch.promote_types(self.dtype, torch.float32)
+        return torch.cat([torch.empty(0, dtype=torch.float64), *draws]).to(self.device, precise)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` returns, made at the first call with this key: for tensors that all layers of a chunk
