@@ -70,9 +70,13 @@ def pairwise(seed: int = 0, extra: int = 0) -> list[Case]:
     return cases
 
 
+def num_layers(case: Case) -> int:
+    """Layers per module: enough for two pieces per worker, also where there is one module alone."""
+    return 2 * case.workers if case.graph in ("one module", "skip") else case.workers + 1
+
+
 def make_graph(case: Case) -> ModelGraph:
-    # Enough layers for two pieces per worker, also where there is one module alone.
-    return graph_of(case.graph, layers=2 * case.workers if case.graph in ("one module", "skip") else case.workers + 1)
+    return graph_of(case.graph, num_layers(case))
 
 
 def make_batch(case: Case, graph: ModelGraph, step: int) -> Batch:

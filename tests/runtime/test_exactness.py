@@ -7,9 +7,11 @@ parameters after three AdamW steps with clipping active.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pipeweaver.runtime.optimizer import OptimizerConfig
-from tests.runtime.cases import Case, make_batch, make_graph, make_plans, pairwise
+from tests.runtime.cases import Case, make_batch, make_graph, make_plans, num_layers, pairwise
+from tests.runtime.processes import Job, Pool
 from tests.runtime.threads import SingleProcess, assert_close, local_workers, run_steps
 
 RATES = (1e-2, 2e-2, 5e-3)
@@ -46,3 +48,42 @@ def test_a_schedule_equals_a_single_process(case: Case) -> None:
         single.step(batch, rate)
     for worker in workers.values():
         assert_close(dict(worker.parameters), dict(single.parameters))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    pool = Pool(4, tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
+SPREAD = [case for case in pairwise(seed=1) if case.workers * case.num_replicas <= 4][:30]
+
+
+@pytest.mark.parametrize("number", range(len(SPREAD)), ids=[str(case) for case in SPREAD])
+def test_real_processes_equal_a_single_one(pool: Pool, number: int) -> None:
+    case = SPREAD[number]
+    graph = make_graph(case)
+    batches = [make_batch(case, graph, step) for step in range(len(RATES))]
+    steps = make_plans(case, graph, batches)
+    single = SingleProcess(graph)
+    losses = single.step(batches[0])
+    gradients, norm = single.gradients, single.norm
+    config = OptimizerConfig(clip_norm=norm / 4)
+    single = SingleProcess(graph, config)
+    for batch, rate in zip(batches, RATES, strict=True):
+        single.step(batch, rate)
+
+    job = Job(
+        number=number,
+        graph=case.graph,
+        layers=num_layers(case),
+        steps=steps,
+        rates=list(RATES),
+        clip_norm=config.clip_norm,
+    )
+    for result in pool.run(case.workers * case.num_replicas, job):
+        assert result["losses"] == pytest.approx(losses, rel=1e-11, abs=1e-300)
+        assert result["norm"] == pytest.approx(norm, rel=1e-11)
+        assert_close({name: torch.from_numpy(g) for name, g in result["gradients"].items()}, gradients)
+        assert_close({name: torch.from_numpy(p) for name, p in result["parameters"].items()}, dict(single.parameters))
