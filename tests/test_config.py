@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from pipeweaver.config import Job, load, without_effect
-from pipeweaver.data.config import DigitsData
+from pipeweaver.cluster import Workers
+from pipeweaver.config import MODULES, Costs, Job, Policy, Run, Task, load, without_effect
+from pipeweaver.data.config import DATA, DigitsData
 from pipeweaver.model.graph import Flow
 from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.vit import VitConfig
 from pipeweaver.planner.options import PolicyOptions
+from pipeweaver.runtime.optimizer import OptimizerConfig
 
 JOB = """
 [run]
@@ -213,3 +217,22 @@ def test_every_example_is_read() -> None:
         assert isinstance(job, Job)
         # On a machine with enough cores nothing in an example is without effect.
         assert not [warning for warning in without_effect(job) if "workers.pin" not in warning]
+
+
+def test_every_key_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    records: dict[str, tuple[type[msgspec.Struct], ...]] = {
+        "[run]": (Run,),
+        "[workers]": (Workers,),
+        "[policy]": (Policy, PolicyOptions),
+        **{f'type = "{name}"': (record,) for name, record in MODULES.items() if name != "custom"},
+        "[task]": (Task,),
+        **{f'type = "{name}"': (record,) for name, record in DATA.items() if name != "custom"},
+        "[optimizer]": (OptimizerConfig,),
+        "[costs]": (Costs,),
+    }
+    for title, found in records.items():
+        section = page.partition(f"# {title}")[2].partition("\n#")[0]
+        documented = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section, flags=re.M))))
+        keys = {field.encode_name for record in found for field in msgspec.structs.fields(record)}
+        assert documented - {"key"} == keys - {"options"}, title
