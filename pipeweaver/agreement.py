@@ -13,6 +13,7 @@ from itertools import islice
 from pipeweaver.config import Job
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Sample
+from pipeweaver.model.diffusion import DiffusionConfig
 from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.vit import VitConfig
 
@@ -27,6 +28,8 @@ def check_agreement(job: Job, dataset: Dataset) -> None:
         if isinstance(config, VitConfig):
             _check_width(f"{where}.patch = {config.patch}", "pixels", config.patch_values, dataset)
             _check_merge(f"{where}.merge = {config.merge}", config.merge, job)
+        if isinstance(config, DiffusionConfig):
+            _check_width(f"{where}.channels = {config.channels}", "latents", config.channels, dataset)
         if isinstance(config, LanguageConfig):
             _check_tokens(where, name, config, job, dataset)
     number = MOST_SAMPLES if dataset.num_records is None else min(MOST_SAMPLES, dataset.num_records)
