@@ -207,6 +207,7 @@ def _worker_actions(
                 wait += 1
             slot_of_wait[i] = min(wait + 1, size)
             sent[slot_of_wait[i]].append(Wait(transfer=i))
+    late: set[Buffer] = set()  # "saved" ones with outputs that are needed as long as those of kind "output"
     loads: list[list[Action]] = [[] for _ in range(size)]
     computes: list[Compute] = []
     loaded_names = {number: _loads(step, number) for number in step.draft.placement.on(worker)}
@@ -243,7 +244,11 @@ def _worker_actions(
             if step.backward[stage.chunk]:
                 saved = Buffer("saved", *at)
                 allocations.append(Allocation(saved, cost.saved_bytes + output + assembled))
-                freed[last + 1].append(saved)
+                # A reader that sends no gradient back may come after the backward, or its send's wait may.
+                used = _last_use(step, at, "F", slot_of_wait, number, slot_of_stage, k)
+                freed[max(last + 1, used)].append(saved)
+                if used > last:
+                    late.add(saved)
             else:
                 workspace += assembled
                 if at in step.outgoing:
@@ -275,8 +280,8 @@ def _worker_actions(
         )
     actions: list[Action] = []
     for k in range(size + 1):
-        tensors = tuple(buffer for buffer in freed[k] if buffer.kind in ("output", "gradient"))
-        others = tuple(buffer for buffer in freed[k] if buffer.kind not in ("output", "gradient"))
+        tensors = tuple(buffer for buffer in freed[k] if buffer in late or buffer.kind in ("output", "gradient"))
+        others = tuple(buffer for buffer in freed[k] if buffer not in tensors)
         actions += [Free(buffers=others)] if others else []
         actions += posted[k]
         actions += sent[k]

@@ -164,9 +164,11 @@ class _WorkerCheck:
             users = (Stage(*edge.destination, "F"),) if transfer.phase == "F" else self.gradient_stages(edge.source)
             if not self.done.intersection(users):
                 self.fail(action, f"frees {buffer_name(buffer)} before {users[0]} has used it")
-        elif buffer.kind in ("output", "gradient"):
-            edges = self.outgoing if buffer.kind == "output" else self.incoming
-            phase: Literal["F", "B"] = "F" if buffer.kind == "output" else "B"
+        elif buffer.kind in ("output", "saved", "gradient"):
+            if buffer.kind == "saved" and not self.done.intersection(self.gradient_stages(at)):
+                self.fail(action, f"frees {buffer_name(buffer)} before it is used")
+            edges = self.incoming if buffer.kind == "gradient" else self.outgoing
+            phase: Literal["F", "B"] = "B" if buffer.kind == "gradient" else "F"
             for number in edges.get(at, ()):
                 edge = self.plan.edges[number]
                 if phase == "B" and not edge.grad:
@@ -182,7 +184,7 @@ class _WorkerCheck:
                 if not self.done.intersection(user):
                     self.fail(action, f"frees {buffer_name(buffer)} before {user[0]} has used it")
         else:
-            last = {"loaded": ("F",), "saved": ("B", "I"), "weight": ("W",)}[buffer.kind]
+            last = {"loaded": ("F",), "weight": ("W",)}[buffer.kind]
             if not self.done.intersection({Stage(*at, phase) for phase in last}):  # type: ignore[arg-type]
                 self.fail(action, f"frees {buffer_name(buffer)} before it is used")
         self.held.remove(buffer)
