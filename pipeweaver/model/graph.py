@@ -34,7 +34,8 @@ class TensorSpec:
     """A packed tensor of shape [sum of `rows` over the items of a part, width].
 
     `rows` names the item size that counts its rows ("tokens", "features"). `dtype` is a torch dtype
-    name, or "model" for the dtype that the run computes in.
+    name, or "model" for the dtype that the run computes in. Without `grad` no gradient flows back from whoever
+    reads it.
     """
 
     name: str
@@ -189,6 +190,7 @@ def _check(graph: ModelGraph) -> None:
     for module in graph.modules:
         if not module.layers:
             raise ValueError(f"module {module.name} has no layers")
+        _check_names(module)
     brought: dict[tuple[str, str], Flow] = {}
     for flow in graph.flows:
         for end in (flow.source, flow.destination):
@@ -199,6 +201,11 @@ def _check(graph: ModelGraph) -> None:
         if (flow.destination, flow.name) in brought:
             raise ValueError(f"two flows bring {flow.name} to {flow.destination}; give them different names")
         brought[flow.destination, flow.name] = flow
+        if flow.name in _carried(graph.by_name[flow.destination]):
+            raise ValueError(
+                f"flow {flow.source}.{flow.tensor} -> {flow.destination}: its name {flow.name} is also that of a tensor "
+                f"that layers of {flow.destination} carry; give the flow another name"
+            )
         position, _ = graph.sent(flow)
         readers = [p for p, layer in positions(graph.by_name[flow.destination]) if flow.name in layer.reads]
         if not readers:
@@ -218,3 +225,25 @@ def _check(graph: ModelGraph) -> None:
         topological(graph)
     except CycleError as error:
         raise ValueError(f"the flows form a cycle: {' -> '.join(error.args[1])}") from None
+
+
+def _check_names(module: Module) -> None:
+    """Tensors that leave a chunk go by name, so what a module carries and what its layers send must differ."""
+    senders: dict[str, int] = {}
+    for position, layer in positions(module):
+        for spec in layer.sends:
+            if spec.name in senders:
+                raise ValueError(
+                    f"layers {senders[spec.name]} and {position} of {module.name} both send {spec.name}; "
+                    f"give them different names"
+                )
+            if spec.name in _carried(module):
+                raise ValueError(
+                    f"layer {position} of {module.name} sends {spec.name}, which layers of {module.name} also carry; "
+                    f"give what is sent a name of its own"
+                )
+            senders[spec.name] = position
+
+
+def _carried(module: Module) -> set[str]:
+    return {spec.name for _, layer in positions(module) for spec in layer.carries}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeweaver.data.items import Item
-from pipeweaver.model.graph import LayerSpec
+from pipeweaver.model.graph import LayerSpec, TensorSpec
 
 Made = TypeVar("Made")
 
@@ -109,6 +109,12 @@ def check_outputs(layer: str, spec: LayerSpec, outputs: dict[str, Tensor], part:
         dtype = part.dtype if tensor.dtype == "model" else getattr(torch, tensor.dtype)
         if outputs[name].dtype != dtype:
             raise ValueError(f"layer {layer} returned {name} as {outputs[name].dtype}, promised {dtype}")
+
+
+def handed_on(spec: TensorSpec, outputs: dict[str, Tensor]) -> Tensor:
+    """A tensor as the next reader gets it: without history if its spec says that no gradient flows back, be the
+    reader in the same chunk or in another."""
+    return outputs[spec.name] if spec.grad else outputs[spec.name].detach()
 
 
 def _listed(names: Sequence[str] | set[str] | dict[str, Tensor]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeweaver.data.items import Item, linked
 from pipeweaver.model.graph import Flow, ModelGraph, Module, TensorSpec, topological
-from pipeweaver.model.part import PartView, check_outputs
+from pipeweaver.model.part import PartView, check_outputs, handed_on
 
 Loader = Callable[[Sequence[Item], Sequence[str]], Mapping[str, Tensor]]
 """(items of one module, names) -> those tensors, packed in the order of the items."""
@@ -117,8 +117,8 @@ def _run_module(
             part.loaded = {key: loaded[key].to(part.device) for key in spec.loads}
         outputs = layers[name]({**carried, **{key: reads[key] for key in spec.reads}}, part)
         check_outputs(name, spec, outputs, part, loss=module.loss is not None and name == ordered[-1][0])
-        carried = {tensor.name: outputs[tensor.name] for tensor in spec.carries}
-        sent |= {tensor.name: outputs[tensor.name] for tensor in spec.sends}
+        carried = {tensor.name: handed_on(tensor, outputs) for tensor in spec.carries}
+        sent |= {tensor.name: handed_on(tensor, outputs) for tensor in spec.sends}
         if "loss" in outputs:
             sent["loss"] = outputs["loss"]
     return sent

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.model.graph import LayerSpec, LossSpec, ModelGraph, TensorSpec
-from pipeweaver.model.part import PartView, check_outputs
+from pipeweaver.model.part import PartView, check_outputs, handed_on
 from pipeweaver.schedule.ir import Chunk, Strategy
 
 
@@ -116,8 +116,8 @@ def run_forward(
             result = _run_layer(layer, state, view, strategy if grad else "keep")
             has_loss = chunk.loss is not None and layer is chunk.layers[-1]
             check_outputs(layer.name, layer.spec, result, view, loss=has_loss)
-            carried = {spec.name: result[spec.name] for spec in layer.spec.carries}
-            sent |= {spec.name: result[spec.name] for spec in layer.spec.sends}
+            carried = {spec.name: handed_on(spec, result) for spec in layer.spec.carries}
+            sent |= {spec.name: handed_on(spec, result) for spec in layer.spec.sends}
             loss = result["loss"] if has_loss else None
     leaving = sent | carried
     return StageState(

@@ -138,7 +138,7 @@ def encoder(name="vision", layers=2, *, extra=False, trainable=True) -> Module:
     )
 
 
-def language(layers=3, *, reads=(), tied=False, sends=False, skip=False) -> Module:
+def language(layers=3, *, reads=(), tied=False, sends=False, skip=False, detached=False) -> Module:
     blocks = list(_blocks("language", layers, True))
     if skip:
         skipped = TensorSpec(name="skipped", width=WIDTH)
@@ -148,7 +148,7 @@ def language(layers=3, *, reads=(), tied=False, sends=False, skip=False) -> Modu
         blocks[-1] = LayerSpec(
             kind="language.reader", build=lambda: Mix(adds="residual"), reads=("residual",), carries=(X,)
         )
-    hidden = (TensorSpec(name="hidden", width=WIDTH),) if sends else ()
+    hidden = (TensorSpec(name="hidden", width=WIDTH, grad=not detached),) if sends else ()
     return Module(
         name="language",
         before=LayerSpec(
@@ -190,6 +190,9 @@ def graph_of(kind: str, layers: int = 3) -> ModelGraph:
             return ModelGraph(modules=modules, flows=(features, sound))
         case "diffusion":
             return ModelGraph(modules=(language(layers, sends=True), diffusion(layers)), flows=(hidden,))
+        case "detached":
+            modules = (language(layers, sends=True, detached=True), diffusion(layers))
+            return ModelGraph(modules=modules, flows=(hidden,))
         case "encoder and diffusion":
             modules = (encoder(layers=layers), language(layers, reads=("vision",), sends=True), diffusion(layers))
             return ModelGraph(modules=modules, flows=(features, hidden))
@@ -214,6 +217,7 @@ GRAPHS = (
     "encoder",
     "two encoders",
     "diffusion",
+    "detached",
     "encoder and diffusion",
     "frozen encoder",
     "two tensors",

@@ -115,3 +115,25 @@ def test_what_is_measured():
     reported = results[0, language.worker][0].metrics["main/language/tokens"]
     texts = [item for item in plan.items if item.module == "language"]
     assert reported == (sum(item.sizes["tokens"] for item in texts), len(plan.parts[3]))
+
+
+def test_a_reader_that_sends_no_gradient_may_run_after_the_backward():
+    graph = graph_of("detached")
+    batch = batch_of("one microbatch", graph, 1, seed=2)
+    (share,) = share_out(graph, batch, 1)
+    chunks = tuple(
+        Chunk(task="main", module=module.name, start=0, stop=len(module.layers), worker=0) for module in graph.modules
+    )
+    items = {c.module: tuple(i for i, item in enumerate(share.items) if item.module == c.module) for c in chunks}
+    draft = Draft(
+        placement=Placement(workers=1, chunks=chunks),
+        parts=tuple((Part(items=items[c.module], microbatch=0),) for c in chunks),
+        order=((Stage(0, 0, "F"), Stage(0, 0, "B"), Stage(1, 0, "F"), Stage(1, 0, "B")),),
+    )
+    plan = compile_plan(graph, share, draft, flat_costs(graph), dtype="float64")
+    verify([plan], graph, [share], dtype="float64")
+    workers = local_workers(graph, plan.placement, 1)
+    run_steps(workers, [[plan]])
+    single = SingleProcess(graph)
+    single.step(batch)
+    assert_close({name: p.grad for name, p in workers[0, 0].parameters.items()}, single.gradients)
