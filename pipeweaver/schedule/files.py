@@ -1,6 +1,6 @@
 """Plans as files, and orders in the notation of torch.distributed.pipelining.
 
-A plan file is JSON (or MessagePack, by the name's ending) of `Plan`, one object per plan. The notation, one
+A plan file is JSON (or MessagePack, by the name's ending; either may be followed by .gz) of `Plan`, one object per plan. The notation, one
 row per worker as CSV: `2F0` is the forward of part 0 of chunk 2, `1SEND_F3` and `2RECV_F3` hand the output of
 part 3 from chunk 1 to chunk 2. It can be read back where a chain of chunks allows it:
 
@@ -10,7 +10,9 @@ part 3 from chunk 1 to chunk 2. It can be read back where a chain of chunks allo
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -24,20 +26,23 @@ _IGNORED = re.compile(r"(\d+(SEND|RECV)_[FB]\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)
 
 
 def save_plans(plans: Sequence[Plan], path: Path) -> None:
-    """Write the plans of a step: MessagePack if the name ends in .msgpack, else JSON."""
-    encoder = msgspec.msgpack if path.suffix == ".msgpack" else msgspec.json
-    path.write_bytes(encoder.encode(list(plans)))
+    """Write the plans of a step: MessagePack if the name ends in .msgpack, else JSON; compressed if it ends in .gz."""
+    encoder = msgspec.msgpack if _ending(path) == ".msgpack" else msgspec.json
+    content = encoder.encode(list(plans))
+    # No time in the file: equal plans give equal bytes.
+    path.write_bytes(gzip.compress(content, compresslevel=1, mtime=0) if path.suffix == ".gz" else content)
 
 
 def load_plans(path: Path) -> tuple[Plan, ...]:
     """Read the plans of a step. Raises ValueError naming the file if it is not a plan file."""
-    decoder = msgspec.msgpack if path.suffix == ".msgpack" else msgspec.json
+    decoder = msgspec.msgpack if _ending(path) == ".msgpack" else msgspec.json
     try:
-        return decoder.decode(path.read_bytes(), type=tuple[Plan, ...])
+        content = path.read_bytes()
+        return decoder.decode(gzip.decompress(content) if path.suffix == ".gz" else content, type=tuple[Plan, ...])
+    except (msgspec.DecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a plan file: {error}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: not a plan file: {error}") from None
 
 
 def text(plan: Plan, *, transfers: bool = False) -> str:
@@ -79,3 +84,7 @@ def _post_text(plan: Plan, worker: int, number: int) -> str:
     ends = (edge.source, edge.destination) if transfer.phase == "F" else (edge.destination, edge.source)
     chunk, part = ends[0] if transfer.sender == worker else ends[1]
     return f"{chunk}{'SEND' if transfer.sender == worker else 'RECV'}_{transfer.phase}{part}"
+
+
+def _ending(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
