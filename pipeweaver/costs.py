@@ -38,8 +38,10 @@ class StageCost(NamedTuple):
 class Costs(Protocol):
     """What the planner may ask. Implementations are pure: equal questions, equal answers."""
 
-    source: str
-    """Where the numbers are from, printed with every prediction: "profile of 2026-11-29, 2 workers busy"."""
+    @property
+    def source(self) -> str:
+        """Where the numbers are from, printed with every prediction: "profile of 2026-11-29, 2 workers busy"."""
+        ...
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         """Cost of running `items` through `chunk`; `links[i]` are the source items linked to items[i]."""
