@@ -1,6 +1,6 @@
 """Plan ahead: a thread of the first rank makes the plans for the next order while the workers run this one.
 
-    batch -> share_out -> policy.plan per replica -> compile -> predict -> verify all replicas together -> publish
+    batch -> share_out -> policy.plan per replica -> compile -> verify all replicas together -> publish
 
 `plan_batch` is that line as a pure function. `Ahead` pulls orders from an iterator that calls it, publishes
 them and stays one order ahead of the workers; training waits only if a plan is late. An error on the way (a
@@ -14,16 +14,72 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pipeweaver.costs import Costs
+from pipeweaver.data.items import Batch
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.assign import share_out
+from pipeweaver.planner.options import PolicyOptions
+from pipeweaver.policies import POLICIES
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, RunPlan
-from pipeweaver.schedule.ir import Plan
+from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.ir import Placement, Plan
+from pipeweaver.schedule.verify import verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """All that a plan depends on beside its batch. `budget_bytes` is what each worker may hold; None is no limit."""
+
+    graph: ModelGraph
+    placement: Placement
+    costs: Costs
+    policy: str
+    options: PolicyOptions
+    num_replicas: int = 1
+    dtype: str = "float32"
+    budget_bytes: int | None = None
+    seed: int = 0
+    rounds: int = 0
+
+
+def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) -> tuple[Plan, ...]:
+    """Verified plans of all replicas for one batch. Raises ValueError if the policy finds none, or a wrong one."""
+    shares = share_out(planning.graph, batch, planning.num_replicas, planning.costs)
+    plans = tuple(
+        compile_plan(
+            planning.graph,
+            share,
+            POLICIES[planning.policy].plan(
+                planning.graph,
+                planning.placement,
+                share,
+                planning.costs,
+                budget_bytes=planning.budget_bytes,
+                seed=planning.seed,
+                rounds=planning.rounds,
+                forward_only=forward_only,
+                options=planning.options,
+            ),
+            planning.costs,
+            dtype=planning.dtype,
+        )
+        for share in shares
+    )
+    verify(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
+    return plans
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Plans of all replicas to run at the same time, on items of `data`."""
+    """Plans of all replicas to run at the same time, on items of `data`, after `step` steps of training.
+
+    `is_last` of an evaluation's orders.
+    """
 
     plans: tuple[Plan, ...]
+    step: int
     data: Data = "train"
+    is_last: bool = True
 
 
 class Ahead:

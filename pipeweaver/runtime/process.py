@@ -1,4 +1,4 @@
-"""What a worker process does to itself: tie its life to the launcher's, keep to its cores, end with a code and a line.
+"""What a worker process does to itself: tie its life to the launcher's, end with a code and a line.
 
     tie_to_parent()
     run_worker(lambda: train(job))
@@ -66,27 +66,6 @@ def run_worker(function: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def pin(core: int | None, threads: int) -> None:
-    """Limit this process to `threads` threads and, if given, to one core.
-
-    Raises ValueError if the core is not one that this process may run on.
-    """
-    import torch  # late, see above
-
-    torch.set_num_threads(threads)
-    if core is None:
-        return
-    if not hasattr(os, "sched_setaffinity"):
-        raise ValueError(f"workers cannot be pinned to cores on {sys.platform}; turn pinning off")
-    allowed = sorted(os.sched_getaffinity(0))
-    if core >= len(allowed):
-        raise ValueError(
-            f"this worker should be pinned to core number {core}, but there are only {len(allowed)} cores "
-            f"({', '.join(map(str, allowed))}); use fewer workers on this machine or turn pinning off"
-        )
-    os.sched_setaffinity(0, {allowed[core]})
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -8,22 +8,8 @@ import torch.distributed as dist
 
 from pipeweaver.runtime.ahead import Ahead, Order
 from pipeweaver.runtime.exchange import Exchange, Finish, FirstRankFailed, RunPlan
-from pipeweaver.schedule.ir import Placement, Plan
-
-
-def empty_plan(step, replica=0, num_replicas=1):
-    return Plan(
-        step=step, replica=replica, num_replicas=num_replicas, policy="none", seed=0, rounds=0, forward_only=False,
-        items=(), links=(), records={}, placement=Placement(workers=1, chunks=()), parts=(), order=((),), edges=(),
-        transfers=(), groups=(), normalisers={}, actions=((),), static_bytes=(0,),
-    )  # fmt: skip
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert condition()
+from tests.train.plans import empty_plan
+from tests.train.processes import wait_for
 
 
 def test_stays_one_order_ahead():
@@ -33,7 +19,7 @@ def test_stays_one_order_ahead():
     def orders():
         for step in range(4):
             made.append(step)
-            yield Order(plans=(empty_plan(step),))
+            yield Order(plans=(empty_plan(step),), step=step)
 
     ahead = Ahead(orders(), exchange, num_replicas=1, readers=1)
     for step in range(4):
@@ -42,7 +28,7 @@ def test_stays_one_order_ahead():
         time.sleep(0.02)
         assert made == list(range(step + 1))  # the next one waits until this one starts
         assert ahead.started(step).plans == (empty_plan(step),)
-        wait_until(lambda: len(made) == min(step + 2, 4))  # noqa: B023
+        wait_for(lambda: len(made) == min(step + 2, 4))  # noqa: B023
     assert exchange.receive(4, 0) == Finish()
     assert ahead.started(4) is None
 
@@ -51,7 +37,7 @@ def test_an_error_takes_the_place_of_the_plan_in_every_replica():
     exchange = Exchange(dist.HashStore(), patience_s=5)
 
     def orders():
-        yield Order(plans=(empty_plan(0, 0, 2), empty_plan(0, 1, 2)))
+        yield Order(plans=(empty_plan(0, 0, 2), empty_plan(0, 1, 2)), step=0)
         raise ValueError("worker 1 needs 3 GiB more")
 
     ahead = Ahead(orders(), exchange, num_replicas=2, readers=1)

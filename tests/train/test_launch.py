@@ -5,9 +5,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
+
+from tests.train.processes import alive, environment, wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,33 +31,21 @@ def start(tmp_path, body, num_workers=2):
     script = tmp_path / "worker.py"
     script.write_text(PRELUDE + textwrap.dedent(body))
     command = [sys.executable, "-c", LAUNCHER, str(num_workers), str(script), str(tmp_path)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def pids(tmp_path, num_workers=2):
     """Process ids, once all workers have written them."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def written():
         texts = [path.read_text() for path in sorted(tmp_path.glob("pid*"))]
-        if len(texts) == num_workers and all(texts):
-            return [int(text) for text in texts]
-        time.sleep(0.01)
-    raise AssertionError("workers did not start")
+        return len(texts) == num_workers and all(texts) and [int(text) for text in texts]
+
+    return wait_for(written)
 
 
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_gone(found, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(map(alive, found)):
-        time.sleep(0.02)
-    assert not any(map(alive, found))
+def assert_gone(found, seconds=0.1):
+    wait_for(lambda: not any(map(alive, found)), seconds)
 
 
 def test_environment_is_torchruns(tmp_path):
@@ -82,7 +71,7 @@ def test_first_failure_ends_the_others(tmp_path):
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert err.splitlines() == ["error: worker process 1: no such image"]
-    wait_gone(pids(tmp_path), 0.0)
+    assert_gone(pids(tmp_path))
 
 
 def test_a_bug_shows_its_traceback(tmp_path):
@@ -102,7 +91,7 @@ def test_killed_worker_is_named_and_nothing_is_left(tmp_path, frozen):
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert f"worker process 1 of 2 (pid {second}) was ended by SIGKILL" in err
-    wait_gone([first, second], 0.0)
+    assert_gone([first, second])
 
 
 def test_interrupt_ends_all_once_and_quietly(tmp_path):
@@ -112,7 +101,7 @@ def test_interrupt_ends_all_once_and_quietly(tmp_path):
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert err.splitlines() == ["stopped by SIGINT"]
-    wait_gone(found, 0.0)
+    assert_gone(found)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -123,14 +112,14 @@ def test_killed_launcher_takes_the_workers_along(tmp_path, frozen):
         os.kill(found[0], signal.SIGSTOP)
     process.kill()
     process.communicate(timeout=20)
-    wait_gone(found)
+    assert_gone(found, 10.0)
 
 
 def test_worker_that_starts_after_its_launcher_died_ends(tmp_path):
-    environment = os.environ | {"PIPEWEAVER_PARENT": "1", "RANK": "0"}
+    changed = environment(PIPEWEAVER_PARENT="1", RANK="0")
     script = tmp_path / "worker.py"
     script.write_text(PRELUDE + "time.sleep(100)")
-    assert subprocess.run([sys.executable, script, tmp_path], env=environment, timeout=20).returncode == 1
+    assert subprocess.run([sys.executable, script, tmp_path], env=changed, timeout=20).returncode == 1
 
 
 def test_the_store_is_reached_by_all(tmp_path):

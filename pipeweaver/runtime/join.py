@@ -1,0 +1,101 @@
+"""Join the other workers: rank, device, cores, process group, and the store that messages go through.
+
+    membership = join(job.workers, device="auto")
+    membership.address     worker 1 of replica 0
+    membership.device      cuda:1 with NCCL, or cpu with Gloo
+
+Started by `launch` or by torchrun, a worker reads the same environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from pipeweaver.cluster import Workers, available_cores, cores_of
+from pipeweaver.runtime.exchange import Store
+from pipeweaver.runtime.transport import Address, WorkerMap
+
+MOST_WAIT = timedelta(days=1)
+"""How long torch.distributed lets a call wait. The watchdog knows the plan and speaks long before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """This process among the workers of the run. `store` is for messages; the group is torch's default one."""
+
+    rank: int
+    address: Address
+    workers: WorkerMap
+    device: torch.device
+    store: Store
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def join(workers: Workers, device: str) -> Membership:
+    """Take this process's place, its device and its cores, and meet the others.
+
+    `device` is "cpu", "cuda" or "auto": CUDA if this host has a device for each of its workers. Raises
+    ValueError if the number of processes is not that of the job's workers, or there is no such device.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != workers.total:
+        raise ValueError(
+            f"{world_size} processes were started, but [workers] asks for {workers.total}: pipeline = "
+            f"{workers.pipeline} times replicas = {workers.replicas}; start {workers.total}, or change [workers]"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    chosen = choose_device(device, local_rank, local_size)
+    _take_cores(workers, local_rank, local_size)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    store, _, _ = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        # Messages between hosts, such as clock offsets, are CPU tensors.
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=MOST_WAIT,
+    )
+    workers_map = WorkerMap(workers.replicas, workers.pipeline)
+    address, _ = workers_map.locate(rank)
+    return Membership(
+        rank=rank,
+        address=address,
+        workers=workers_map,
+        device=chosen,
+        store=cast(Store, dist.PrefixStore("messages", store)),  # torch's stubs know no bytes
+    )
+
+
+def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """The device of worker `local_rank` of the `local_size` on this host.
+
+    Raises ValueError if CUDA is wanted and this host has no device for each of its workers.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and count < local_size):
+        return torch.device("cpu")
+    if count < local_size:
+        raise ValueError(
+            f'run.device = "cuda", but this host has {count} CUDA devices for {local_size} workers; '
+            'start fewer workers here, or set run.device = "cpu"'
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _take_cores(workers: Workers, local_rank: int, local_size: int) -> None:
+    torch.set_num_threads(workers.threads)
+    cores = cores_of(local_rank, local_size, workers.threads, available_cores()) if workers.pin else ()
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)

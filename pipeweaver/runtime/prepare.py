@@ -1,0 +1,119 @@
+"""From a job to what runs it: model graph, data, batches, and what a plan depends on.
+
+    graph = job_graph(job)
+    loader = job_loader(job, job_datasets(job)["train"])
+    planning = place(job, graph, loader, costs)
+
+The same functions serve every command, so that `plan` shows what `train` will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from pipeweaver.config import Job
+from pipeweaver.costs import Costs
+from pipeweaver.data.config import CustomData, DataConfig, DigitsData, JsonLinesData, build_dataset
+from pipeweaver.data.dataset import Dataset
+from pipeweaver.data.items import Batch
+from pipeweaver.data.loader import Loader
+from pipeweaver.model.build import build_graph
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.assign import share_out
+from pipeweaver.policies import POLICIES
+from pipeweaver.runtime.ahead import Planning
+from pipeweaver.runtime.exchange import Data
+from pipeweaver.schedule.ir import Placement
+
+SAMPLE_BATCHES = 8
+"""Batches that a placement is made for: the first ones of the run."""
+
+
+def job_graph(job: Job) -> ModelGraph:
+    return build_graph(job.modules, job.flows, job.task.loss_weights)
+
+
+def job_datasets(job: Job) -> dict[Data, Dataset]:
+    """Data to train on and, where the job has some, to evaluate on. Paths in the job are relative to its file."""
+    folder = Path(job.path).parent
+    datasets: dict[Data, Dataset] = {"train": build_dataset(job.data, "train", seed=job.run.seed, folder=folder)}
+    if _has_held_out(job.data):
+        datasets["held-out"] = build_dataset(job.data, "held-out", seed=job.run.seed, folder=folder)
+    return datasets
+
+
+def job_loader(job: Job, dataset: Dataset) -> Loader:
+    """Batches to train on, endlessly, shuffled by the run's seed."""
+    return Loader(
+        dataset,
+        backbone=job.task.backbone,
+        tokens_per_microbatch=job.task.tokens_per_microbatch,
+        microbatches=job.task.microbatches,
+        task=job.task.name,
+        seed=job.run.seed,
+        max_items=job.task.max_items,
+        too_long=job.task.too_long,
+    )
+
+
+def held_out_batches(job: Job, dataset: Dataset) -> list[Batch]:
+    """All held-out samples, each once, always in the same batches."""
+    return list(
+        Loader(
+            dataset,
+            backbone=job.task.backbone,
+            tokens_per_microbatch=job.task.tokens_per_microbatch,
+            microbatches=job.task.microbatches,
+            task=job.task.name,
+            shuffle=False,
+            epochs=1,
+            max_items=job.task.max_items,
+            too_long=job.task.too_long,
+        )
+    )
+
+
+def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_bytes: int | None) -> Planning:
+    """Chunks on workers, from the first batches of the run, and all else that plans depend on.
+
+    Changes nothing about the loader. Raises ValueError if the policy cannot place the model.
+    """
+    replicas = job.workers.replicas
+    batches = [batch for i in range(SAMPLE_BATCHES) if (batch := loader.peek(i)) is not None]
+    shares = [share for batch in batches for share in share_out(graph, batch, replicas, costs)]
+    placement = POLICIES[job.policy.name].place(graph, job.workers.pipeline, costs, shares, job.policy.options)
+    return planning(job, graph, placement, costs, budget_bytes)
+
+
+def planning(job: Job, graph: ModelGraph, placement: Placement, costs: Costs, budget_bytes: int | None) -> Planning:
+    return Planning(
+        graph=graph,
+        placement=placement,
+        costs=costs,
+        policy=job.policy.name,
+        options=job.policy.options,
+        num_replicas=job.workers.replicas,
+        dtype=job.run.dtype,
+        budget_bytes=budget_bytes,
+        seed=job.run.seed,
+        rounds=job.policy.rounds,
+    )
+
+
+def fingerprint(job: Job) -> str:
+    """Equal for equal jobs, wherever their files are."""
+    content = msgspec.msgpack.encode(msgspec.to_builtins(msgspec.structs.replace(job, path="")))
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _has_held_out(data: DataConfig) -> bool:
+    match data:
+        case DigitsData():
+            return data.held_out_records > 0
+        case JsonLinesData():
+            return data.held_out is not None
+        case CustomData():
+            return True
