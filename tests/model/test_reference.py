@@ -33,7 +33,7 @@ def test_a_batch_is_the_sum_of_its_documents():
         if one.loss.requires_grad:
             one.loss.backward()
         total += one.loss.item()
-    assert abs(total - float(whole.loss)) < 1e-12
+    assert abs(total - whole.loss.item()) < 1e-12
     found = gradients(graph, layers)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-14)
