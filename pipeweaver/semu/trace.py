@@ -64,9 +64,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """`role` says whose it is: an input of that name, a parameter, a parameter's gradient, or the layer's own."""
+    """`role` says whose it is: an input of that name, a parameter, a parameter's gradient, or the layer's own.
+
+    `length` is the first dimension of the tensor that it was first seen under.
+    """
 
     num_bytes: int
+    length: int
     role: Literal["input", "parameter", "gradient", "own"]
     name: str = ""
 
@@ -75,14 +79,15 @@ class Storage:
 class Trace:
     """Calls in order, forward then backward; what was saved; what came out.
 
-    `saved` are storages held for backward, `outputs` maps names to storages, `input_gradients`
-    likewise. `parameter_bytes` maps parameters that took part to their bytes.
+    `saved` are storages held for backward; `outputs`, the gradients that came in for them and those that
+    went out for inputs map names to storages. `parameter_bytes` maps parameters that took part to their bytes.
     """
 
     calls: tuple[Call, ...]
     storages: tuple[Storage, ...]
     saved: frozenset[int]
     outputs: dict[str, int]
+    output_gradients: dict[str, int]
     input_gradients: dict[str, int]
     parameter_bytes: dict[str, int]
 
@@ -115,15 +120,14 @@ def trace(
         with recorder, kernels or nullcontext():
             with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
                 outputs = dict(run())
-            roots = [tensor for tensor in outputs.values() if tensor.requires_grad]
+            roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
             recorder.end_forward(outputs)
             del outputs
-            gradients: list[Tensor | None] = [torch.empty_like(root) for root in roots]
-            for gradient in gradients:
-                recorder.storage(gradient)
+            gradients = {name: torch.empty_like(root) for name, root in roots.items()}
+            recorder.output_gradients = {name: recorder.storage(tensor) for name, tensor in gradients.items()}
             if roots:
                 recorder.phase = "I"
-                torch.autograd.backward(roots, gradients)
+                _backward(roots, gradients)
             del roots, gradients
     finally:
         _recorder.reset(token)
@@ -147,6 +151,7 @@ def record(
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
+_NOT_THE_LAYER = ("torch.", "pipeweaver.semu.trace", "pipeweaver.semu.kernels")
 _NO_KERNEL = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 _ROWS_OF_FIRST = {"aten.embedding", "aten.index_select", "aten.index", "aten.gather"}
 _MATMULS = {
@@ -180,6 +185,7 @@ class _Entry:
 class _Known:
     reference: StorageWeakRef
     num_bytes: int
+    length: int
     role: Literal["input", "parameter", "gradient", "own"]
     name: str = ""
 
@@ -196,6 +202,7 @@ class _Recorder(TorchDispatchMode):
         self.live: set[int] = set()
         self.saved: set[int] = set()
         self.outputs: dict[str, int] = {}
+        self.output_gradients: dict[str, int] = {}
         self.inputs = dict(inputs)
         self.parameters = dict(parameters)
         self.sites: dict[int, tuple[tuple[str, ...], str]] = {}
@@ -218,7 +225,10 @@ class _Recorder(TorchDispatchMode):
         number = self.number.get(reference.cdata)
         if number is None:
             number = self.number[reference.cdata] = len(self.known)
-            self.known.append(_Known(reference=reference, num_bytes=storage.nbytes(), role=role, name=name))
+            length = tensor.shape[0] if tensor.dim() else 1
+            self.known.append(
+                _Known(reference=reference, num_bytes=storage.nbytes(), length=length, role=role, name=name)
+            )
             if role == "own":
                 self.live.add(number)
         return number
@@ -242,8 +252,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace != "aten":
             return result
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_meta]
+        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_meta]
         name = str(func._overloadpacket)
         known = {self.storage(tensor) for tensor in read}
         fresh = [tensor for tensor in written if self.storage(tensor) not in known]
@@ -353,14 +363,23 @@ class _Recorder(TorchDispatchMode):
         )
         return Trace(
             calls=calls,
-            storages=tuple(Storage(num_bytes=k.num_bytes, role=k.role, name=k.name) for k in self.known),
+            storages=tuple(Storage(num_bytes=k.num_bytes, length=k.length, role=k.role, name=k.name) for k in self.known),
             saved=frozenset(self.saved),
             outputs=self.outputs,
+            output_gradients=self.output_gradients,
             input_gradients=gradients,
             parameter_bytes={
                 name: parameter.untyped_storage().nbytes() for name, parameter in self.parameters.items() if name in used
             },
         )
+
+
+def _backward(roots: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    tensors, with_respect = list(roots.values()), list(gradients.values())
+    # Nobody but autograd holds on to the gradients that come in: they go as soon as they are used.
+    roots.clear()
+    gradients.clear()
+    torch.autograd.backward(tensors, with_respect)
 
 
 def _phases(entries: Sequence[_Entry], input_gradients: set[int]) -> list[OperatorPhase]:
@@ -414,7 +433,7 @@ def _site(frame: FrameType | None, base: FrameType) -> tuple[str, ...]:
     """The lines of code that led here from the traced call, outermost first."""
     lines: list[str] = []
     while frame is not None and frame is not base:
-        if not frame.f_globals.get("__name__", "").startswith("torch."):
+        if not frame.f_globals.get("__name__", "").startswith(_NOT_THE_LAYER):
             lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(reversed(lines))
