@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 def attend(
@@ -36,8 +37,10 @@ def attend(
     `lengths`. Sequences may be empty; a row without a key to attend to gets zeros.
 
     Half-precision tensors on a GPU take one variable-length kernel. Elsewhere neighbouring sequences of
-    equal length make one batched call.
+    equal length make one batched call. Overridable as torch's own functions are (`torch.overrides`).
     """
+    if has_torch_function((q, k, v)):  # cost emulation stands in for it: one kernel, whatever runs here
+        return handle_torch_function(attend, (q, k, v), q, k, v, lengths, key_lengths, causal=causal)
     key_lengths = lengths if key_lengths is None else key_lengths
     rows, key_rows = sum(lengths), sum(key_lengths)
     assert len(lengths) == len(key_lengths), f"{len(lengths)} sequences of queries, {len(key_lengths)} of keys"

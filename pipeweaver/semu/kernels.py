@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from pipeweaver.model.attention import attend
 from pipeweaver.semu.trace import Kind, record
 
 
@@ -46,44 +47,6 @@ def fused(
         name, kind, tuple(shape), dtype or inputs[0].dtype, tuple(save), save_output, tuple(extra), flops, counted, *inputs
     )
     return out
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    lengths: Sequence[int],
-    key_lengths: Sequence[int] | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """Attention over packed sequences: query [rows, heads, dim], key and value [rows, key heads, dim].
-
-    `lengths` are the rows of each sequence, `key_lengths` those of its keys if they differ. Returns
-    [rows, heads, value dim]. FLOPs are torch's for each sequence; a causal kernel costs its share.
-    """
-    heads, dim, value_dim = query.shape[1], query.shape[2], value.shape[2]
-    key_lengths = lengths if key_lengths is None else key_lengths
-    flops, counted = [0, 0], [0, 0]
-    for rows, columns in zip(lengths, key_lengths, strict=True):
-        forward, backward = _attention_flops(1, heads, rows, columns, dim, value_dim)
-        pairs, all_pairs = _pairs(rows, columns, causal), max(1, rows * columns)
-        for index, count in enumerate((forward, backward)):
-            flops[index] += count
-            counted[index] += count * pairs // all_pairs
-    return fused(
-        "attention",
-        query,
-        key,
-        value,
-        shape=(query.shape[0], heads, value_dim),
-        save=(0, 1, 2),
-        save_output=True,
-        extra=(((heads, query.shape[0]), torch.float32),),
-        kind="attention",
-        flops=(flops[0], flops[1]),
-        counted_flops=(counted[0], counted[1]),
-    )
 
 
 def device_kernels(more: dict[Callable[..., Any], Callable[..., Any]] | None = None) -> TorchFunctionMode:
@@ -150,6 +113,40 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
     )
 
 
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None = None,
+    *,
+    causal: bool = False,
+) -> Tensor:
+    """The variable-length kernel of `model.attention.attend`; FLOPs are torch's, sequence by sequence."""
+    heads, dim, value_dim = query.shape[1], query.shape[2], value.shape[2]
+    key_lengths = lengths if key_lengths is None else key_lengths
+    flops, counted = [0, 0], [0, 0]
+    for rows, columns in zip(lengths, key_lengths, strict=True):
+        forward, backward = _attention_flops(1, heads, rows, columns, dim, value_dim)
+        pairs, all_pairs = _pairs(rows, columns, causal), max(1, rows * columns)
+        for index, count in enumerate((forward, backward)):
+            flops[index] += count
+            counted[index] += count * pairs // all_pairs
+    return fused(
+        "attention",
+        query,
+        key,
+        value,
+        shape=(query.shape[0], heads, value_dim),
+        save=(0, 1, 2),
+        save_output=True,
+        extra=(((heads, query.shape[0]), torch.float32),),
+        kind="attention",
+        flops=(flops[0], flops[1]),
+        counted_flops=(counted[0], counted[1]),
+    )
+
+
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -198,4 +195,5 @@ def _pairs(rows: int, columns: int, causal: bool) -> int:
 _REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     F.rms_norm: _rms_norm,
+    attend: _attend,
 }
