@@ -2,7 +2,7 @@
 
 On the meta device torch spells out what one CUDA kernel does: attention becomes two batched matmuls with
 the whole score matrix between them, an RMS norm seven elementwise operators. `device_kernels()` puts the
-kernel back in place while a layer is traced; `fused` describes any other kernel in a line:
+kernel back in place while a layer is traced (on a CPU, attention alone is one); `fused` describes any other kernel in a line:
 
     out = fused("swiglu", gate_and_up, shape=(rows, ffn), save=(0,))
 
@@ -13,7 +13,7 @@ writes its inputs' gradients in backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeweaver.model.attention import attend
+from pipeweaver.model.attention import attend, attend_by_length
 from pipeweaver.semu.trace import Kind, record
 
 
@@ -32,6 +32,7 @@ def fused(
     dtype: torch.dtype | None = None,
     save: Sequence[int] = (),
     save_output: bool = False,
+    order: Sequence[int] | None = None,
     extra: Sequence[tuple[Sequence[int], torch.dtype]] = (),
     kind: Kind = "memory",
     flops: tuple[int, int] = (0, 0),
@@ -40,21 +41,32 @@ def fused(
     """One kernel from `inputs` to an output of `shape`, and one for its backward.
 
     `save` are positions of inputs kept for backward, `extra` further tensors made and kept (statistics, a
-    dropout mask). `flops` are those of forward and backward, `counted_flops` without what a causal kernel skips.
+    dropout mask). `order` are the output's dimensions from outermost to innermost in memory. `flops` are those of forward and backward, `counted_flops` without what a causal kernel skips.
     """
     counted = flops if counted_flops is None else counted_flops
+    order = tuple(range(len(shape))) if order is None else tuple(order)
     out: Tensor = _Fused.apply(  # type: ignore[no-untyped-call]
-        name, kind, tuple(shape), dtype or inputs[0].dtype, tuple(save), save_output, tuple(extra), flops, counted, *inputs
+        name,
+        kind,
+        tuple(shape),
+        order,
+        dtype or inputs[0].dtype,
+        tuple(save),
+        save_output,
+        tuple(extra),
+        flops,
+        counted,
+        *inputs,
     )
     return out
 
 
-def device_kernels(more: dict[Callable[..., Any], Callable[..., Any]] | None = None) -> TorchFunctionMode:
-    """A context in which torch functions that are one kernel on the device are traced as one.
+Kernels = Literal["cuda", "cpu"]
 
-    `more` maps further overridable functions (`torch.overrides`) to what to call instead.
-    """
-    return _DeviceKernels({**_REPLACED, **(more or {})})
+
+def device_kernels(kernels: Kernels = "cuda") -> TorchFunctionMode:
+    """A context in which torch functions that are one kernel on the device are traced as one."""
+    return _DeviceKernels(_REPLACED[kernels])
 
 
 class _DeviceKernels(TorchFunctionMode):
@@ -71,20 +83,20 @@ class _DeviceKernels(TorchFunctionMode):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        name, kind, shape, dtype, save, save_output, extra, flops, counted, *inputs = args
-        out = torch.empty(shape, dtype=dtype, device="meta")
+        name, kind, shape, order, dtype, save, save_output, extra, flops, counted, *inputs = args
+        out = _empty(shape, order, dtype)
         made = [torch.empty(tuple(size), dtype=of, device="meta") for size, of in extra]
         ctx.save_for_backward(*(inputs[i] for i in save), *([out] if save_output else []), *made)
         ctx.name, ctx.kind, ctx.flops, ctx.counted = name, kind, flops[1], counted[1]
-        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        ctx.shapes = [(tensor.shape, _order(tensor), tensor.dtype) for tensor in inputs]
         record(name, kind=kind, reads=inputs, writes=[out, *made], flops=flops[0], counted_flops=counted[0])
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         made = [
-            torch.empty(shape, dtype=dtype, device="meta") if needed else None
-            for (shape, dtype), needed in zip(ctx.shapes, ctx.needs_input_grad[_OPTIONS:], strict=True)
+            _empty(shape, order, dtype) if needed else None
+            for (shape, order, dtype), needed in zip(ctx.shapes, ctx.needs_input_grad[_OPTIONS:], strict=True)
         ]
         record(
             f"{ctx.name}_backward",
@@ -97,8 +109,19 @@ class _Fused(torch.autograd.Function):
         return (None,) * _OPTIONS + tuple(made)
 
 
-_OPTIONS = 9
+_OPTIONS = 10
 """Arguments of `_Fused.forward` before the tensors."""
+
+
+def _empty(shape: Sequence[int], order: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor whose dimensions lie in memory in the given order, outermost first."""
+    dense = torch.empty([shape[i] for i in order], dtype=dtype, device="meta")
+    return dense.permute([order.index(i) for i in range(len(shape))])
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Dimensions from outermost to innermost in memory."""
+    return sorted(range(tensor.dim()), key=lambda i: -tensor.stride(i))
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -147,6 +170,19 @@ def _attend(
     )
 
 
+def _attend_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None = None,
+    *,
+    causal: bool = False,
+) -> Tensor:
+    with device_kernels("cpu"):
+        return attend_by_length(query, key, value, lengths, lengths if key_lengths is None else key_lengths, causal)
+
+
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -169,6 +205,7 @@ def _scaled_dot_product_attention(
         value,
         *([] if attn_mask is None else [attn_mask]),
         shape=(*query.shape[:-1], value_dim),
+        order=(*range(query.dim() - 3), query.dim() - 2, query.dim() - 3, query.dim() - 1),  # rows, then heads
         save=(0, 1, 2) if attn_mask is None else (0, 1, 2, 3),
         save_output=True,
         extra=((query.shape[:-1], torch.float32),),
@@ -192,8 +229,11 @@ def _pairs(rows: int, columns: int, causal: bool) -> int:
     return first * (first + 1) // 2 + max(0, rows - columns) * columns
 
 
-_REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.scaled_dot_product_attention: _scaled_dot_product_attention,
-    F.rms_norm: _rms_norm,
-    attend: _attend,
+_REPLACED: dict[Kernels, dict[Callable[..., Any], Callable[..., Any]]] = {
+    "cuda": {
+        F.scaled_dot_product_attention: _scaled_dot_product_attention,
+        F.rms_norm: _rms_norm,
+        attend: _attend,
+    },
+    "cpu": {F.scaled_dot_product_attention: _scaled_dot_product_attention, attend: _attend_on_cpu},
 }

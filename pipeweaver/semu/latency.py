@@ -111,9 +111,7 @@ class LayerCost:
         return found
 
 
-def layer_cost(
-    counts: Counts, machine: Machine, layout: Layout, rules: tuple[Rule, ...] = (), *, islands_split: bool = False
-) -> LayerCost:
+def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Rule, ...] = ()) -> LayerCost:
     """Cost of a layer on one device of a worker laid out so.
 
     Raises ValueError if the machine has no peak for the layout's dtype.
@@ -143,7 +141,6 @@ def layer_cost(
         if ruled is not None:
             operator_ns[i] = ruled * table[i, COUNT]
             continue
-        known = calibrated
         share = memory.factors.get(operator.name, memory.factor)
         ns = memory.access_ns + 1e9 * each.num_bytes / (machine.memory_bandwidth * share)
         if operator.kind == "matmul" and each.flops:
@@ -153,8 +150,8 @@ def layer_cost(
             factor = attention_factor(machine, operator.phase, each.flops)
             ns = max(ns, 1e9 * each.flops / (peak * factor))
         operator_ns[i] = max(ns, machine.floor_ns) * table[i, COUNT]
-        if not known:
-            guessed += operator_ns[i]
+        if not calibrated:
+            guessed += float(operator_ns[i])
             num_guessed += int(count)
     exchange_ns = np.array(
         [
@@ -207,7 +204,7 @@ def spread_bytes(rows: float, split: float, whole: float, layout: Layout) -> flo
 
 
 def _spread(memory: Floats, layout: Layout) -> list[float]:
-    return [spread_bytes(*line, layout) for line in memory.tolist()]
+    return [spread_bytes(rows, split, whole, layout) for rows, split, whole in memory.tolist()]
 
 
 _COLUMN = {"batch": 0, "m": 1, "k": 2, "n": 3, "none": -1}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec
 from pipeweaver.model.part import PartView
-from pipeweaver.semu.kernels import device_kernels
+from pipeweaver.semu.kernels import Kernels, device_kernels
 from pipeweaver.semu.sharding import Cut, Divided, Role, Sharding, shard, whole_operand
 from pipeweaver.semu.symbolic import Fit, measure
 from pipeweaver.semu.trace import Call, Kind, OperatorPhase, Trace, trace
@@ -69,13 +69,14 @@ class Counts:
 
     `table` [operators, COLUMNS], `exchanged_bytes` [exchanges], `memory` [2, 3] (SAVED, WEIGHT; rows, split,
     whole). `saved_inputs` and `saved_outputs` name what crosses the layer's boundary and is held for
-    backward; `tensor_bytes` has the bytes of all inputs and outputs.
+    backward, `loaded` the inputs that come from the data set; `tensor_bytes` has the bytes of all inputs and outputs.
     """
 
     operators: tuple[Operator, ...]
     exchanges: tuple[Exchanged, ...]
     saved_inputs: frozenset[str]
     saved_outputs: frozenset[str]
+    loaded: tuple[str, ...]
     table: Floats
     exchanged_bytes: Floats
     memory: Floats
@@ -120,13 +121,13 @@ class LayerGraph:
         *,
         dtype: torch.dtype,
         widths: Mapping[str, int] | None = None,
-        loss: bool = False,
+        kernels: Kernels = "cuda",
     ) -> None:
         self.spec = spec
         self.inputs = tuple(inputs)
         self.dtype = dtype
         self.widths = dict(widths or {})
-        self.loss = loss
+        self.kernels = kernels
         self.num_traces = 0
         self.irregular = 0
         with torch.device("meta"):
@@ -149,7 +150,7 @@ class LayerGraph:
                 assert family.structure is not None
                 return _unpack(family.structure, family.fit(sums))
         if family.irregular:
-            key = _sizes(items, links)
+            key = sizes_key(items, links)
             if key not in family.seen:
                 self.irregular += 1
                 family.seen[key] = self._sample(items, links)
@@ -171,8 +172,8 @@ class LayerGraph:
             by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
         return Parameters(by_role=by_role, trainable=self.spec.trainable)
 
-    def trace(self, items: Sequence[Item], links: Sequence[Sequence[Item]], *, kernels: bool = True) -> Trace:
-        """Trace the layer on a part: with device kernels, or as torch spells it out on the CPU."""
+    def trace(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Trace:
+        """Trace the layer on a part."""
         part = PartView(
             items=items,
             links=links,
@@ -191,7 +192,7 @@ class LayerGraph:
             lambda: self.module(dict(state), part),
             inputs={**state, **loaded},
             parameters=dict(self.module.named_parameters()),
-            kernels=device_kernels() if kernels else None,
+            kernels=device_kernels(self.kernels),
         )
 
     def _sample(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[_Structure, Floats]:
@@ -200,7 +201,7 @@ class LayerGraph:
         whole = {given.name for given in self.inputs if _one_row_per_item(given, items)}
         sharding = shard(traced, whole_inputs=whole)
         self._roles |= sharding.roles
-        return _pack(traced, sharding)
+        return _pack(traced, sharding, self.spec.loads)
 
     def _input(self, given: Input, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Tensor:
         if given.source is None:
@@ -237,6 +238,7 @@ class _Structure:
     exchanges: tuple[Exchanged, ...]
     saved_inputs: frozenset[str]
     saved_outputs: frozenset[str]
+    loaded: tuple[str, ...]
     tensors: tuple[str, ...]
 
 
@@ -251,7 +253,7 @@ class _Family:
         self.seen: dict[tuple[object, ...], tuple[_Structure, Floats]] = {}
 
 
-def _pack(traced: Trace, sharding: Sharding) -> tuple[_Structure, Floats]:
+def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[_Structure, Floats]:
     """Structure and one flat vector of all numbers of a trace."""
     lines: dict[tuple[object, ...], tuple[Operator, Floats]] = {}
     for call, divided in zip(traced.calls, sharding.divided, strict=True):
@@ -284,6 +286,7 @@ def _pack(traced: Trace, sharding: Sharding) -> tuple[_Structure, Floats]:
         exchanges=tuple(Exchanged(kind=e.kind, phase=e.phase) for e in sharding.exchanges),
         saved_inputs=frozenset(name for name, n in inputs.items() if n in traced.saved),
         saved_outputs=frozenset(name for name, n in traced.outputs.items() if n in traced.saved),
+        loaded=loaded,
         tensors=tuple(tensors),
     )
     values = [
@@ -304,6 +307,7 @@ def _unpack(structure: _Structure, values: Floats) -> Counts:
         exchanges=structure.exchanges,
         saved_inputs=structure.saved_inputs,
         saved_outputs=structure.saved_outputs,
+        loaded=structure.loaded,
         table=table,
         exchanged_bytes=rest[:exchanges],
         memory=rest[exchanges : exchanges + 6].reshape(2, 3),
@@ -346,7 +350,9 @@ def _exchanged_bytes(kind: str, num_bytes: int, traced: Trace) -> int:
 
 
 def _one_row_per_item(given: Input, items: Sequence[Item]) -> bool:
-    return given.source is None and all(item.sizes[given.spec.rows] == 1 for item in items) and given.spec.rows != "tokens"
+    return (
+        given.source is None and all(item.sizes[given.spec.rows] == 1 for item in items) and given.spec.rows != "tokens"
+    )
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -354,7 +360,7 @@ def _order(name: str) -> tuple[int, str]:
     return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
 
 
-def _sizes(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[object, ...]:
+def sizes_key(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[object, ...]:
     """All that the cost of a part may depend on."""
     return tuple(
         (tuple(sorted(item.sizes.items())), tuple((s.module, tuple(sorted(s.sizes.items()))) for s in sources))

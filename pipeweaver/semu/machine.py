@@ -12,7 +12,6 @@ Units: FLOP/s, bytes/s, bytes, nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -107,7 +106,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device and what joins it to others.
 
-    `peak_flops` by dtype name. `floor_ns`: no kernel takes less. `host_bandwidth`: bytes/s to host memory, for
+    `peak_flops` by dtype name. `kernels`: whose operators are one kernel (`kernels.py`). `floor_ns`: no kernel takes less. `host_bandwidth`: bytes/s to host memory, for
     offloading. `calibrated` says what the factors were measured on and when; empty if they are defaults.
     """
 
@@ -119,6 +118,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     host_bandwidth: Positive
     devices_per_island: Annotated[int, Meta(ge=1)] = 8
     floor_ns: Latency = 0.0
+    kernels: Literal["cuda", "cpu"] = "cuda"
     peak_flops: dict[str, Positive]
     matmul: MatmulFactors
     attention: AttentionFactors
@@ -157,7 +157,9 @@ def load_machine(name: str) -> Machine:
     """
     path = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
     if not name.endswith(".toml") and not path.exists():
-        raise ValueError(f"no machine {name!r}; there are {', '.join(machine_names())}, or give the path of a .toml file")
+        raise ValueError(
+            f"no machine {name!r}; there are {', '.join(machine_names())}, or give the path of a .toml file"
+        )
     return toml.convert(toml.read(path), "", Machine)
 
 

@@ -101,7 +101,8 @@ def _walk(trace: Trace, whole_inputs: Collection[str], uncut: set[str]) -> tuple
             if number in known:
                 continue
             known.add(number)
-            by_rows = cut == "whole" and trace.storages[number].length in row_counts
+            # What is the same everywhere until it is spread over the rows (a condition per item) is cut with them.
+            by_rows = cut == "whole" and call.phase == "F" and trace.storages[number].length in row_counts
             cuts[number] = "rows" if by_rows else cut
     for number, storage in enumerate(trace.storages):
         if storage.role in ("parameter", "gradient"):
@@ -146,9 +147,7 @@ def _columns_that_leave(trace: Trace, cuts: list[Cut], roles: dict[str, Role]) -
         if call.kind == "matmul" and roles.get(call.parameter) == "column":
             found.add(call.parameter)
         else:
-            wanted |= {
-                n for n, _ in call.reads if cuts[n] == "split" and trace.storages[n].role in ("input", "own")
-            }
+            wanted |= {n for n, _ in call.reads if cuts[n] == "split" and trace.storages[n].role in ("input", "own")}
     return found
 
 

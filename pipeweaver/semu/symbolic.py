@@ -68,9 +68,7 @@ class Fit:
         if not self.rows:
             return False
         pivots = [sums[name] for name in self._pivots]
-        return all(
-            sum(map(mul, pivots, weights)) == self._denominator * sums[name] for name, weights in self._others
-        )
+        return all(sum(map(mul, pivots, weights)) == self._denominator * sums[name] for name, weights in self._others)
 
     def __call__(self, sums: Sums) -> Floats:
         """The values at `sums`, whole numbers."""
@@ -89,7 +87,9 @@ class Fit:
         self._pivots = [self.names[column] for column in columns]
         forms = whole @ np.array(self.rows, dtype=object)
         self._others = [
-            (name, [int(v) for v in forms[:, column]]) for column, name in enumerate(self.names) if column not in columns
+            (name, [int(v) for v in forms[:, column]])
+            for column, name in enumerate(self.names)
+            if column not in columns
         ]
 
 

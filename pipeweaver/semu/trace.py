@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
@@ -146,7 +146,9 @@ def record(
     """Report a device kernel that stands in for torch's operators, from inside its forward or backward."""
     recorder = _recorder.get()
     assert recorder is not None, f"kernel {name} runs outside a trace; device kernels here have no arithmetic"
-    recorder.add(name, kind, reads, writes, flops=flops, counted_flops=flops if counted_flops is None else counted_flops)
+    recorder.add(
+        name, kind, reads, writes, flops=flops, counted_flops=flops if counted_flops is None else counted_flops
+    )
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
@@ -235,7 +237,7 @@ class _Recorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.saved.add(self.storage(tensor))
-        return tensor
+        return tensor.detach()  # an output that holds itself through its graph would never go away
 
     def unpack(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -305,8 +307,9 @@ class _Recorder(TorchDispatchMode):
             sequence = torch._C._autograd._get_sequence_nr() - 1
             self.sites.setdefault(sequence, (site, parameter))
         elif node is not None and type(node).__name__ == "AccumulateGrad":
-            accumulates = True
-            parameter = next(self.known[s].name for s in [*writes, *reads] if self.known[s].role == "gradient")
+            summed = [self.known[s].name for s in [*writes, *reads] if self.known[s].role == "gradient"]
+            accumulates = bool(summed)
+            parameter = summed[0] if summed else parameter
             site = ("accumulate",)
         else:
             sequence = node._sequence_nr() if node is not None else -1
@@ -335,9 +338,7 @@ class _Recorder(TorchDispatchMode):
         self.live = {number for number in self.live if not self.known[number].reference.expired()}
 
     def trace(self) -> Trace:
-        gradients = {
-            name: self.storage(tensor.grad) for name, tensor in self.inputs.items() if tensor.grad is not None
-        }
+        gradients = {name: self.storage(tensor.grad) for name, tensor in self.inputs.items() if tensor.grad is not None}
         for name, tensor in self.inputs.items():
             if tensor.grad is not None:
                 self.inputs[name].grad = None
@@ -363,13 +364,17 @@ class _Recorder(TorchDispatchMode):
         )
         return Trace(
             calls=calls,
-            storages=tuple(Storage(num_bytes=k.num_bytes, length=k.length, role=k.role, name=k.name) for k in self.known),
+            storages=tuple(
+                Storage(num_bytes=k.num_bytes, length=k.length, role=k.role, name=k.name) for k in self.known
+            ),
             saved=frozenset(self.saved),
             outputs=self.outputs,
             output_gradients=self.output_gradients,
             input_gradients=gradients,
             parameter_bytes={
-                name: parameter.untyped_storage().nbytes() for name, parameter in self.parameters.items() if name in used
+                name: parameter.untyped_storage().nbytes()
+                for name, parameter in self.parameters.items()
+                if name in used
             },
         )
 
