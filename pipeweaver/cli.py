@@ -32,6 +32,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: --set run.steps=10. May be repeated."),
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the files of an earlier run in the output folder.")
+]
 
 
 def main() -> None:
@@ -51,28 +54,64 @@ def options(
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None) -> None:
+def train(config: Config, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train: start the workers on this machine, or be one of them under torchrun."""
     from pipeweaver.runtime import process
 
     if process.is_worker():
         process.tie_to_parent()
-        process.run_worker(lambda: _work(config, overrides))
+        process.run_worker(lambda: _train(config, overrides, overwrite=overwrite))
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.runtime.launch import launch
+        _check(job)
+        from pipeweaver.output import clear
 
-        command = [sys.executable, "-m", "pipeweaver", "train", str(config)]
-        command += [argument for override in overrides or () for argument in ("--set", override)]
-        code = launch(command, num_workers=job.workers.total, threads=job.workers.threads)
+        clear(job, overwrite=overwrite)
+        code = _launch(job, "train", config, overrides)
     raise typer.Exit(code)
 
 
-def _work(config: Path, overrides: list[str] | None) -> None:
-    """What each worker does."""
-    from pipeweaver.runtime.train import train
+def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> None:
+    """What one worker of `train` does; the first one shows and writes."""
+    from contextlib import ExitStack
 
-    train(_load(config, overrides, warn=False))
+    from pipeweaver.runtime.train import Observer, train
+
+    first = os.environ["RANK"] == "0"
+    with ExitStack() as stack:
+        job = _load(config, overrides, warn=False)
+        observers: list[Observer] = []
+        if first:
+            from pipeweaver.console import Follow
+            from pipeweaver.output import Output, clear, output_paths
+
+            clear(job, overwrite=overwrite)
+            # Files are complete before they are named.
+            observers.append(stack.enter_context(Follow(job.run.steps, output_paths(job))))
+            observers.append(stack.enter_context(Output(job)))
+        train(job, observers)
+
+
+def _check(job: Job) -> None:
+    """What is wrong with model and data is told here, once, before any worker starts."""
+    from pipeweaver.agreement import check_agreement
+    from pipeweaver.runtime import prepare
+
+    prepare.job_graph(job)
+    for dataset in prepare.job_datasets(job).values():
+        check_agreement(job, dataset)
+
+
+def _launch(job: Job, command: str, config: Path, overrides: list[str] | None, *flags: str) -> int:
+    """Run a command once per worker on this machine. Returns the exit code."""
+    from pipeweaver.runtime.launch import launch
+
+    arguments = [argument for override in overrides or () for argument in ("--set", override)]
+    return launch(
+        [sys.executable, "-m", "pipeweaver", command, str(config), *arguments, *flags],
+        num_workers=job.workers.total,
+        threads=job.workers.threads,
+    )
 
 
 @contextmanager
@@ -93,6 +132,8 @@ def _load(config: Path, overrides: list[str] | None, *, warn: bool = True) -> Jo
     """The job; settings of it that have no effect are told on stderr."""
     from pipeweaver.config import load, without_effect
 
+    # Modules and data of the user's own lie beside the file.
+    sys.path.insert(0, str(config.resolve().parent))
     job = load(config, overrides or ())
     for warning in without_effect(job) if warn else ():
         print(f"warning: {job.path}: {warning}", file=sys.stderr)

@@ -116,14 +116,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job; `overrides` are "section.key=value". Raises ValueError, one line, at the first mistake."""
     document = toml.read(path, overrides)
     toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "optimizer", "costs"))
+    run = toml.convert(document, "run", Run)
+    workers = toml.convert(document, "workers", Workers)
+    policy = _policy(document)
     names = [name for name in toml.table_at(document, "model") if name != "flows"]
     if not names:
         raise document.error("model", "missing; a job needs at least one module, such as [model.language]")
     job = Job(
         path=str(path),
-        run=toml.convert(document, "run", Run),
-        workers=toml.convert(document, "workers", Workers),
-        policy=_policy(document),
+        run=run,
+        workers=workers,
+        policy=policy,
         modules={name: toml.convert_one_of(document, f"model.{name}", MODULES) for name in names},
         flows=_flows(document),
         task=toml.convert(document, "task", Task, ignore=("data",)),

@@ -1,0 +1,192 @@
+"""What a person sees: the plan of a step as tables, and a training run as a bar or, in a log, as lines.
+
+    step 120/600  loss 0.312  0.41 s (predicted 0.39)  bubble 9 %  imbalance vision 1.04 language 1.02
+
+Shares are in percent, times in seconds or milliseconds; the files that a run writes have the exact figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pipeweaver.cluster import format_bytes
+from pipeweaver.report.metrics import StepMetrics
+from pipeweaver.runtime.evaluate import Evaluation
+from pipeweaver.runtime.train import StepReport
+from pipeweaver.schedule.ir import Plan, Prediction
+
+LINES_PER_RUN = 20
+"""In a log, not on a terminal."""
+
+
+class Follow:
+    """Shows a run of `steps` steps as it goes, and sums it up. An observer of `train`, and a context.
+
+    `paths` are the files that the run leaves, to be named at the end.
+    """
+
+    def __init__(self, steps: int, paths: Sequence[Path]) -> None:
+        self._steps = steps
+        self._paths = paths
+        self._every = max(1, steps // LINES_PER_RUN)
+        self._metrics: list[StepMetrics] = []
+        self._evaluation: Evaluation | None = None
+        self._start = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Follow:
+        if sys.stdout.isatty():
+            columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns)
+            self._bar.add_task("planning the first step", total=self._steps)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            for line in self._summary():
+                print(line, flush=True)
+
+    def __call__(self, report: StepReport | Evaluation) -> None:
+        if isinstance(report, Evaluation):
+            self._evaluation = report
+            self._say(f"held-out after step {report.step}: {evaluation_line(report)}")
+            return
+        self._metrics.append(report.metrics)
+        line = f"step {report.metrics.step + 1}/{self._steps}  {step_line(report.metrics)}"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=report.metrics.step + 1, description=line)
+        elif (report.metrics.step + 1) % self._every == 0 or report.metrics.step == 0:
+            print(line, flush=True)
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def _summary(self) -> list[str]:
+        lines = []
+        if self._metrics:
+            seconds = time.monotonic() - self._start
+            measured = statistics.median(metrics.step_ns for metrics in self._metrics)
+            line = f"{len(self._metrics)} steps in {seconds:.0f} s: step time {duration(measured)} (median)"
+            errors = [abs(m.prediction_error) for m in self._metrics if m.prediction_error is not None]
+            if errors:
+                predicted = statistics.median(m.predicted_step_ns for m in self._metrics if m.predicted_step_ns)
+                line += f", predicted {duration(predicted)}, off by {percent(statistics.median(errors))} (median)"
+            lines.append(line)
+            bubbles = [metrics.bubble for metrics in self._metrics if metrics.bubble is not None]
+            figures = [f"bubble {percent(statistics.median(bubbles))}"] if bubbles else []
+            modules = dict.fromkeys(module for metrics in self._metrics for module in metrics.imbalance)
+            for module in modules:
+                values = [m.imbalance[module] for m in self._metrics if module in m.imbalance]
+                figures.append(f"imbalance of {module} {statistics.median(values):.2f}")
+            figures.append(f"padding {percent(max(metrics.padding_share for metrics in self._metrics))}")
+            lines.append(", ".join(figures) + " (medians)")
+        if self._evaluation is not None:
+            lines.append(f"held-out: {evaluation_line(self._evaluation)}")
+        lines += [f"wrote {path}{_hint(path)}" for path in self._paths if path.exists()]
+        return lines
+
+
+def step_line(metrics: StepMetrics) -> str:
+    """The figures of a step that are worth a look while it trains."""
+    parts = [f"loss {metrics.loss:.4g}" if metrics.loss is not None else "no loss", duration(metrics.step_ns)]
+    if metrics.predicted_step_ns is not None:
+        parts[-1] += f" (predicted {duration(metrics.predicted_step_ns)})"
+    if metrics.bubble is not None:
+        parts.append(f"bubble {percent(metrics.bubble)}")
+    if metrics.imbalance:
+        parts.append("imbalance " + " ".join(f"{name} {value:.2f}" for name, value in metrics.imbalance.items()))
+    return "  ".join(parts)
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """`256 samples, loss 0.082, language/answers 94.2 %`; the task is left out where there is one."""
+    reported = evaluation.reported
+    tasks = {name.split("/")[0] for name in reported}
+    parts = [f"{evaluation.samples} samples, loss {evaluation.loss:.4g}"]
+    for name, value in reported.items():
+        parts.append(f"{name.partition('/')[2] if len(tasks) == 1 else name} {percent(value)}")
+    return ", ".join(parts)
+
+
+def print_plan(plans: Sequence[Plan], memory_bytes: int | None) -> None:
+    """Chunks and memory per worker, parts per module, and what the emulator predicts, replica by replica."""
+    console = Console()
+    for plan in plans:
+        if len(plans) > 1:
+            console.print(f"replica {plan.replica}", highlight=False)
+        console.print(_workers_table(plan, memory_bytes), _modules_table(plan))
+        if plan.prediction is not None:
+            for line in prediction_lines(plan, plan.prediction):
+                console.print(line, highlight=False)
+
+
+def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    bound = prediction.lower_bound_ns
+    over = f", {percent(prediction.makespan_ns / bound - 1)} above it" if bound else ""
+    return [
+        f"predicted step time {duration(prediction.step_ns)}, of which reductions and optimizer "
+        f"{duration(prediction.step_ns - prediction.makespan_ns)}",
+        f"makespan {duration(prediction.makespan_ns)}; no schedule of these stages takes less than "
+        f"{duration(bound)}{over}",
+        f"bubble {percent(prediction.bubble)}",
+        f"costs: {plan.costs}",
+    ]
+
+
+def duration(ns: float) -> str:
+    """A time for people: "0.41 s", "12.3 ms", "85 us"."""
+    if ns >= 100e6:
+        return f"{ns / 1e9:.2f} s"
+    return f"{ns / 1e6:.1f} ms" if ns >= 1e5 else f"{ns / 1e3:.0f} us"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _workers_table(plan: Plan, memory_bytes: int | None) -> Table:
+    table = Table("worker", "chunks", title=f"step {plan.step}, policy {plan.policy}", title_justify="left")
+    for column in ("stages", "held throughout", "peak memory"):
+        table.add_column(column, justify="right")
+    for worker in range(plan.placement.workers):
+        chunks = " ".join(str(plan.placement.chunks[chunk]).partition("@")[0] for chunk in plan.placement.on(worker))
+        peak = "" if plan.prediction is None else format_bytes(plan.prediction.peak_bytes[worker])
+        if memory_bytes is not None:
+            peak += f" of {format_bytes(memory_bytes)}"
+        table.add_row(str(worker), chunks, str(len(plan.order[worker])), format_bytes(plan.static_bytes[worker]), peak)
+    return table
+
+
+def _modules_table(plan: Plan) -> Table:
+    table = Table("module")
+    for column in ("items", "rows", "chunks", "parts", "items per part"):
+        table.add_column(column, justify="right")
+    for module in dict.fromkeys(chunk.module for chunk in plan.placement.chunks):
+        items = [item for item in plan.items if item.module == module]
+        chunks = [number for number, chunk in enumerate(plan.placement.chunks) if chunk.module == module]
+        sizes = [len(part.items) for part in plan.parts[chunks[0]]]
+        spread = f"{min(sizes)} to {max(sizes)}" if sizes and min(sizes) < max(sizes) else str(max(sizes, default=0))
+        rows = sum(item.sizes["tokens"] for item in items)
+        table.add_row(module, str(len(items)), str(rows), str(len(chunks)), str(len(sizes)), spread)
+    return table
+
+
+def _hint(path: Path) -> str:
+    return " (open it in ui.perfetto.dev)" if path.name.endswith("trace.json") else ""

@@ -1,0 +1,86 @@
+"""Files that a run leaves in its folder.
+
+metrics.jsonl       one line per step; evaluations.jsonl one per evaluation
+plans/              every executed plan (written by the runtime)
+trace.json          predicted and measured timeline of the last step, for ui.perfetto.dev
+timeline.png        the same as a picture
+step-200/           trace and timeline of other steps, every `run.trace_every`
+tensorboard/        if asked for
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from pipeweaver.config import Job
+from pipeweaver.report.metrics import MetricsWriter
+from pipeweaver.report.trace import write_trace
+from pipeweaver.runtime.evaluate import Evaluation
+from pipeweaver.runtime.train import StepReport
+
+
+def output_paths(job: Job) -> list[Path]:
+    """What may be there after the run, in the order in which it is worth a look."""
+    names = ["metrics.jsonl", "evaluations.jsonl", "timeline.png", "trace.json", "plans", "tensorboard"]
+    return [job.output / name for name in names]
+
+
+def clear(job: Job, *, overwrite: bool) -> None:
+    """Make sure that the folder holds nothing of an earlier run: two runs must not mix in one file.
+
+    Raises ValueError if it does and may not be overwritten.
+    """
+    old = [path for path in [*output_paths(job), *job.output.glob("step-*")] if path.exists()]
+    if old and not overwrite:
+        raise ValueError(
+            f"{job.output} holds an earlier run ({old[0].name}); choose another folder with --set run.output=DIR, "
+            "or replace it with --overwrite"
+        )
+    for path in old:
+        # Plans that this run replays from its own folder are its input.
+        if job.run.plans and Path(job.run.plans).resolve() == path.resolve():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+class Output:
+    """Writes the files. An observer of `train`, and a context: files of the last step are written at its end,
+    so that drawing them does not disturb what is measured."""
+
+    def __init__(self, job: Job) -> None:
+        self._folder = job.output
+        self._trace_every = job.run.trace_every
+        self._metrics = MetricsWriter(job.output, tensorboard=job.run.tensorboard)
+        self._last: StepReport | None = None
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        if self._last is not None:
+            _draw(self._folder, self._last)
+
+    def __call__(self, report: StepReport | Evaluation) -> None:
+        if isinstance(report, Evaluation):
+            with (self._folder / "evaluations.jsonl").open("ab") as file:
+                file.write(msgspec.json.encode(report) + b"\n")
+            return
+        self._metrics.write(report.metrics)
+        self._last = report
+        if self._trace_every and (report.metrics.step + 1) % self._trace_every == 0:
+            _draw(self._folder / f"step-{report.metrics.step + 1}", report)
+
+
+def _draw(folder: Path, report: StepReport) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_trace(folder / "trace.json", report.plans, report.measurements)
