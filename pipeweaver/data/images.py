@@ -54,5 +54,5 @@ def fitted_size(height: int, width: int, *, multiple: int, min_pixels: int, max_
     if rows * columns > most:
         scale = math.sqrt(most / (height * width))
         rows = min(most, max(1, math.floor(height * scale)))
-        columns = min(most // rows, max(1, math.floor(width * scale)))
+        columns = min(most, max(1, math.floor(width * scale)))
     return rows * multiple, columns * multiple

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 def attend(
@@ -36,8 +37,10 @@ def attend(
     `lengths`. Sequences may be empty; a row without a key to attend to gets zeros.
 
     Half-precision tensors on a GPU take one variable-length kernel. Elsewhere neighbouring sequences of
-    equal length make one batched call.
+    equal length make one batched call. Overridable as torch's own functions are (`torch.overrides`).
     """
+    if has_torch_function((q, k, v)):  # cost emulation stands in for it: one kernel, whatever runs here
+        return handle_torch_function(attend, (q, k, v), q, k, v, lengths, key_lengths, causal=causal)
     key_lengths = lengths if key_lengths is None else key_lengths
     rows, key_rows = sum(lengths), sum(key_lengths)
     assert len(lengths) == len(key_lengths), f"{len(lengths)} sequences of queries, {len(key_lengths)} of keys"
@@ -48,7 +51,7 @@ def attend(
         kernel = _variable_length_kernel()
         if kernel is not None:
             return _attend_packed(kernel, q, k, v, lengths, key_lengths, causal)
-    return _attend_by_length(q, k, v, lengths, key_lengths, causal)
+    return attend_by_length(q, k, v, lengths, key_lengths, causal)
 
 
 def rotary(coordinates: Sequence[Tensor], head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,9 +83,10 @@ def positions(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(device, non_blocking=True)
 
 
-def _attend_by_length(
+def attend_by_length(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], causal: bool
 ) -> Tensor:
+    """`attend` by torch's own kernels, one batched call for each run of sequences of equal length."""
     grouped = q.shape[1] != k.shape[1]
     pieces, row, key_row = [], 0, 0
     for (length, key_length), run in groupby(zip(lengths, key_lengths, strict=True)):

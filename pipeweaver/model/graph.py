@@ -221,13 +221,6 @@ def _check(graph: ModelGraph) -> None:
             for name in layer.reads:
                 if (module.name, name) not in brought:
                     raise ValueError(f"layer {position} of {module.name} reads {name}, but no flow brings it")
-    for flow in graph.flows:
-        carried = {spec.name for _, layer in positions(graph.by_name[flow.destination]) for spec in layer.carries}
-        if flow.name in carried:
-            raise ValueError(
-                f"flow {flow.source}.{flow.tensor} -> {flow.destination} brings {flow.name}, but layers of "
-                f"{flow.destination} carry a tensor of that name; give the flow another name"
-            )
     try:
         topological(graph)
     except CycleError as error:

@@ -17,11 +17,12 @@ from pipeweaver.model.build import (
     num_parameters,
     parameter_shapes,
 )
+from pipeweaver.model.diffusion import DiffusionConfig
 from pipeweaver.model.graph import Flow, ModelGraph
 from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.vit import VitConfig
 from pipeweaver.schedule.ir import Chunk
-from tests.model.examples import LANGUAGE, VISION, vision_language
+from tests.model.examples import DIFFUSION, LANGUAGE, VISION, WRITER, vision_language
 
 
 def chunk(module: str, start: int, stop: int, worker: int = 0) -> Chunk:
@@ -153,6 +154,10 @@ def test_shapes_are_those_of_the_real_parameters():
         (LANGUAGE, dict(head=False), "nothing to train for"),
         (LANGUAGE, dict(head=False, sends_hidden=True), "answers = true needs head = true"),
         (LANGUAGE, dict(placeholders={"vision": 20}), "placeholders.vision = 20 is not below vocab = 20"),
+        (DIFFUSION, dict(heads=5), "heads = 5 do not divide hidden = 24"),
+        (DIFFUSION, dict(heads=8), "heads of dimension 3 cannot turn"),
+        (DIFFUSION, dict(heads=6, positions="grid"), "on 3 axes need an even dimension of at least 6"),
+        (DIFFUSION, dict(cross_kv_heads=3), "cross_kv_heads = 3 do not divide heads = 2"),
     ],
 )
 def test_configurations_that_cannot_be(record, changes, message):
@@ -211,22 +216,32 @@ def test_loss_weights_reach_the_graph():
 
 def test_equal_kinds_mean_equal_structure():
     """Whatever changes a parameter's shape changes the kind, or costs of one layer would be taken for another's."""
-    configs = [VISION, LANGUAGE]
-    for config, name in ((VISION, "vit"), (LANGUAGE, "language")):
-        for change in CHANGES[name]:
-            configs.append(changed(config, **change))
     shapes: dict[str, list] = {}
-    for config in configs:
-        graph = build_graph({"m": changed(config, placeholders={}) if isinstance(config, LanguageConfig) else config})
-        module = graph.modules[0]
-        for name, spec in module.range(0, len(module.layers)):
-            with torch.device("meta"):
-                found = [(key, p.shape) for key, p in spec.build().named_parameters()]
-            assert shapes.setdefault(spec.kind, found) == found, f"{name} of {config}"
+    for config in (VISION, LANGUAGE, DIFFUSION):
+        for change in [{}, *CHANGES[type(config)]]:
+            for module in modules_of(changed(config, **change)):
+                for name, spec in module.range(0, len(module.layers)):
+                    with torch.device("meta"):
+                        found = [(key, p.shape) for key, p in spec.build().named_parameters()]
+                    assert shapes.setdefault(spec.kind, found) == found, f"{name} of {config} with {change}"
+
+
+def modules_of(config):
+    """Alone, and where it can be with something that flows in."""
+    if isinstance(config, LanguageConfig):
+        return build_graph({"m": changed(config, placeholders={})}).modules
+    if isinstance(config, VitConfig):
+        return build_graph({"m": config}).modules
+    flow = Flow(source="language", tensor="hidden", destination="m", name="text")
+    return [
+        build_graph({"m": config}).by_name["m"],
+        build_graph({"m": config, "language": WRITER}, [flow]).by_name["m"],
+        build_graph({"m": config, "language": changed(WRITER, hidden=24)}, [flow]).by_name["m"],
+    ]
 
 
 CHANGES = {
-    "vit": [
+    VitConfig: [
         dict(hidden=32),
         dict(heads=4),
         dict(ffn=20),
@@ -241,7 +256,7 @@ CHANGES = {
         dict(projector_hidden=7),
         dict(projector="none", output=None),
     ],
-    "language": [
+    LanguageConfig: [
         dict(hidden=32, heads=4),
         dict(kv_heads=4),
         dict(head_dim=4),
@@ -250,6 +265,17 @@ CHANGES = {
         dict(qkv_bias=True),
         dict(vocab=30),
         dict(head=False, answers=False, sends_hidden=True),
+    ],
+    DiffusionConfig: [
+        dict(hidden=32),
+        dict(heads=4),
+        dict(heads=4, kv_heads=2),
+        dict(heads=4, cross_kv_heads=2),
+        dict(ffn=20),
+        dict(gated=False),
+        dict(bias=True),
+        dict(channels=5),
+        dict(time_rank=6),
     ],
 }
 

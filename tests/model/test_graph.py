@@ -46,11 +46,16 @@ BROKEN = {
         [module("a", layer(reads=("seen",)), layer(), **SENDS)],
         [flow("a", "a")],
     ),
+    "layers 0 and 1 of a both send out": ([module("a", layer(sends=("out",)), layer(sends=("out",)))], []),
+    "layer 1 of a sends x, which layers of a also carry": (
+        [module("a", layer(), layer(sends=("x",), carries=()))],
+        [],
+    ),
     "the flows form a cycle": (
         [module("a", **SENDS, **READS), module("b", **SENDS, **READS)],
         [flow("a", "b"), flow("b", "a")],
     ),
-    "brings x, but layers of b carry a tensor of that name": (
+    "its name x is also that of a tensor that layers of b carry": (
         [module("a", **SENDS), module("b", before=layer(reads=("x",)))],
         [flow("a", "b", name="x")],
     ),

@@ -1,0 +1,374 @@
+"""One layer of a model as a graph of operators whose counts follow from the sizes of a part.
+
+    graph = LayerGraph(spec, inputs, dtype=torch.bfloat16, widths={"pixels": 588})
+    counts = graph.counts(items, links)         # traced once or a few times, then evaluated
+    counts.operators[3].name, counts.table[3, FLOPS]
+
+Structure (which operators, how they are cut over a tensor-parallel group) is that of the trace; numbers are
+exact polynomials of the sums in `symbolic.py`. A layer whose counts are no such polynomials is traced at every new
+size instead: right all the same, only slower; `irregular` counts those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pipeweaver.data.items import Item
+from pipeweaver.model.graph import LayerSpec, TensorSpec
+from pipeweaver.model.part import PartView
+from pipeweaver.semu.kernels import Kernels, device_kernels
+from pipeweaver.semu.sharding import Cut, Divided, Role, Sharding, shard, whole_operand
+from pipeweaver.semu.symbolic import Fit, measure
+from pipeweaver.semu.trace import Call, Kind, OperatorPhase, Trace, trace
+
+Floats = NDArray[np.float64]
+
+COUNT, FLOPS, COUNTED_FLOPS, BATCH, M, K, N = range(7)
+BYTES_ROWS, BYTES_SPLIT, BYTES_WHOLE = 7, 8, 9
+LIVE_ROWS, LIVE_SPLIT, LIVE_WHOLE, GATHERED = 10, 11, 12, 13
+COLUMNS = 14
+"""Columns of `Counts.table`. Bytes are read plus written, by how the tensor is cut; LIVE ones are held while
+the operator runs; GATHERED is an operand cut by rows that a cut matmul needs in full. BATCH, M, K, N are summed
+over the COUNT launches."""
+
+SAVED, WEIGHT = 0, 1
+"""Rows of `Counts.memory`: own tensors held from forward to backward, and from I to W. Columns by cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """What is one line of a layer's graph: launches from the same place in the code, on the same parameter."""
+
+    name: str
+    kind: Kind
+    phase: OperatorPhase
+    site: tuple[str, ...]
+    parameter: str
+    divided: Divided
+    accumulates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """A tensor-parallel exchange, see `sharding.Exchange`."""
+
+    kind: Literal["enter", "leave", "loss"]
+    phase: OperatorPhase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Numbers of a layer on one part, before it is cut over devices.
+
+    `table` [operators, COLUMNS], `exchanged_bytes` [exchanges], `memory` [2, 3] (SAVED, WEIGHT; rows, split,
+    whole). `saved_inputs` and `saved_outputs` name what crosses the layer's boundary and is held for
+    backward, `loaded` the inputs that come from the data set; `tensor_bytes` has the bytes of all inputs and outputs.
+    """
+
+    operators: tuple[Operator, ...]
+    exchanges: tuple[Exchanged, ...]
+    saved_inputs: frozenset[str]
+    saved_outputs: frozenset[str]
+    loaded: tuple[str, ...]
+    table: Floats
+    exchanged_bytes: Floats
+    memory: Floats
+    tensor_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A tensor that enters a layer: its spec, the module whose linked items count its rows (None: the part's
+    own items), and whether a gradient flows back."""
+
+    spec: TensorSpec
+    name: str
+    source: str | None = None
+    grad: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """`num_bytes` of one layer's parameters by role of the matmul they are in."""
+
+    by_role: dict[Role, int]
+    trainable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.by_role.values())
+
+    def on_device(self, tensor_parallel: int) -> int:
+        """Bytes that one device of a tensor-parallel group holds."""
+        cut = {"column", "row", "vocabulary"}
+        return sum(-(-size // tensor_parallel) if role in cut else size for role, size in self.by_role.items())
+
+
+class LayerGraph:
+    """Traces of one layer and what they determine. Equal questions have equal answers, whatever was asked before."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        inputs: Sequence[Input],
+        *,
+        dtype: torch.dtype,
+        widths: Mapping[str, int] | None = None,
+        kernels: Kernels = "cuda",
+    ) -> None:
+        self.spec = spec
+        self.inputs = tuple(inputs)
+        self.dtype = dtype
+        self.widths = dict(widths or {})
+        self.kernels = kernels
+        self.num_traces = 0
+        self.irregular = 0
+        with torch.device("meta"):
+            self.module: nn.Module = spec.build().to(dtype).requires_grad_(spec.trainable)
+        self._fits: dict[tuple[str, ...], _Family] = {}
+        self._roles: dict[str, Role] = {}
+
+    def counts(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Counts:
+        """Counts of forward and backward on a part."""
+        sums = measure(items, links)
+        names = tuple(sorted(sums, key=_order))
+        family = self._fits.setdefault(names, _Family(fit=Fit(names)))
+        if not family.irregular and family.fit.spans(sums):
+            if not family.checked and list(sums.values()) not in family.fit.rows:
+                family.checked = True
+                structure, values = self._sample(items, links)
+                if structure != family.structure or not np.array_equal(values, family.fit(sums)):
+                    family.irregular = True
+            if not family.irregular:
+                assert family.structure is not None
+                return _unpack(family.structure, family.fit(sums))
+        if family.irregular:
+            key = sizes_key(items, links)
+            if key not in family.seen:
+                self.irregular += 1
+                family.seen[key] = self._sample(items, links)
+            return _unpack(*family.seen[key])
+        structure, values = self._sample(items, links)
+        if family.structure not in (None, structure):
+            family.irregular = True
+            return self.counts(items, links)
+        family.structure = structure
+        family.fit.add(sums, [int(v) for v in values])
+        return _unpack(structure, values)
+
+    @property
+    def parameters(self) -> Parameters:
+        """Bytes of the layer's parameters by role. Parameters that no trace has used yet count as whole."""
+        by_role: dict[Role, int] = {}
+        for name, parameter in self.module.named_parameters():
+            role = self._roles.get(name, "whole")
+            by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
+        return Parameters(by_role=by_role, trainable=self.spec.trainable)
+
+    def trace(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Trace:
+        """Trace the layer on a part."""
+        part = PartView(
+            items=items,
+            links=links,
+            loaded=self._loaded(items),
+            step=0,
+            seed=0,
+            device=torch.device("meta"),
+            dtype=self.dtype,
+        )
+        state = {given.name: self._input(given, items, links) for given in self.inputs}
+        with torch.no_grad():
+            self.module(dict(state), part)  # what all layers of a chunk share is made before the trace
+
+        loaded = {name: tensor for name, tensor in part.loaded.items() if isinstance(tensor, Tensor)}
+        return trace(
+            lambda: self.module(dict(state), part),
+            inputs={**state, **loaded},
+            parameters=dict(self.module.named_parameters()),
+            kernels=device_kernels(self.kernels),
+        )
+
+    def _sample(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[_Structure, Floats]:
+        self.num_traces += 1
+        traced = self.trace(items, links)
+        whole = {given.name for given in self.inputs if _one_row_per_item(given, items)}
+        sharding = shard(traced, whole_inputs=whole)
+        self._roles |= sharding.roles
+        return _pack(traced, sharding, self.spec.loads)
+
+    def _input(self, given: Input, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Tensor:
+        if given.source is None:
+            rows = sum(item.sizes[given.spec.rows] for item in items)
+        else:
+            rows = sum(s.sizes[given.spec.rows] for sources in links for s in sources if s.module == given.source)
+        dtype = self.dtype if given.spec.dtype == "model" else getattr(torch, given.spec.dtype)
+        return torch.empty(rows, given.spec.width, dtype=dtype, device="meta", requires_grad=given.grad)
+
+    def _loaded(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        rows = sum(item.sizes["tokens"] for item in items)
+        loaded = {}
+        for name in self.spec.loads:
+            if name in _PER_TOKEN:
+                loaded[name] = torch.empty(rows, dtype=torch.int64, device="meta")
+            elif name in self.widths:
+                loaded[name] = torch.empty(rows, self.widths[name], device="meta")
+            else:
+                raise ValueError(
+                    f"layer {self.spec.kind} loads {name!r}, whose number of columns is not known: "
+                    f"give it as widths = {{{name!r}: COLUMNS}}"
+                )
+        return loaded
+
+
+_PER_TOKEN = ("tokens", "labels", "spans")
+_FIRST = ("parts", "items", "tokens", "squares")
+_CUTS: tuple[Cut, Cut, Cut] = ("rows", "split", "whole")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Structure:
+    operators: tuple[Operator, ...]
+    exchanges: tuple[Exchanged, ...]
+    saved_inputs: frozenset[str]
+    saved_outputs: frozenset[str]
+    loaded: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+
+class _Family:
+    """Parts in which the same sums are not zero: they run the same operators."""
+
+    def __init__(self, *, fit: Fit) -> None:
+        self.fit = fit
+        self.structure: _Structure | None = None
+        self.checked = False
+        self.irregular = False
+        self.seen: dict[tuple[object, ...], tuple[_Structure, Floats]] = {}
+
+
+def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[_Structure, Floats]:
+    """Structure and one flat vector of all numbers of a trace."""
+    lines: dict[tuple[object, ...], tuple[Operator, Floats]] = {}
+    for call, divided in zip(traced.calls, sharding.divided, strict=True):
+        operator = Operator(
+            name=call.name,
+            kind=call.kind,
+            phase=call.phase,
+            site=call.site,
+            parameter=call.parameter,
+            divided=divided,
+            accumulates=call.accumulates,
+        )
+        key = (call.name, call.phase, call.site, call.parameter, divided)
+        numbers = _numbers(call, sharding, traced)
+        if key in lines:
+            before = lines[key][1]
+            before[:LIVE_ROWS] += numbers[:LIVE_ROWS]
+            before[LIVE_ROWS:] = np.maximum(before[LIVE_ROWS:], numbers[LIVE_ROWS:])
+        else:
+            lines[key] = (operator, numbers)
+    storages = traced.storages
+    own_saved = {s for s in traced.saved if storages[s].role == "own"} - set(traced.outputs.values())
+    produced = {number for call in traced.calls if call.phase == "W" for number, _ in call.writes}
+    held = {n for call in traced.calls if call.phase == "W" for n, _ in call.reads if storages[n].role == "own"}
+    memory = np.array([_by_cut(numbers, sharding, traced) for numbers in (own_saved, held - produced)])
+    inputs = {storage.name: n for n, storage in enumerate(storages) if storage.role == "input"}
+    tensors = {**inputs, **{f"out.{name}": n for name, n in traced.outputs.items()}}
+    structure = _Structure(
+        operators=tuple(operator for operator, _ in lines.values()),
+        exchanges=tuple(Exchanged(kind=e.kind, phase=e.phase) for e in sharding.exchanges),
+        saved_inputs=frozenset(name for name, n in inputs.items() if n in traced.saved),
+        saved_outputs=frozenset(name for name, n in traced.outputs.items() if n in traced.saved),
+        loaded=loaded,
+        tensors=tuple(tensors),
+    )
+    values = [
+        *(numbers for _, numbers in lines.values()),
+        np.array([_exchanged_bytes(e.kind, storages[e.storage].num_bytes, traced) for e in sharding.exchanges]),
+        memory.reshape(-1),
+        np.array([storages[n].num_bytes for n in tensors.values()]),
+    ]
+    return structure, np.concatenate([np.asarray(v, np.float64) for v in values])
+
+
+def _unpack(structure: _Structure, values: Floats) -> Counts:
+    operators, exchanges = len(structure.operators), len(structure.exchanges)
+    table = values[: operators * COLUMNS].reshape(operators, COLUMNS)
+    rest = values[operators * COLUMNS :]
+    return Counts(
+        operators=structure.operators,
+        exchanges=structure.exchanges,
+        saved_inputs=structure.saved_inputs,
+        saved_outputs=structure.saved_outputs,
+        loaded=structure.loaded,
+        table=table,
+        exchanged_bytes=rest[:exchanges],
+        memory=rest[exchanges : exchanges + 6].reshape(2, 3),
+        tensor_bytes=dict(zip(structure.tensors, map(int, rest[exchanges + 6 :]), strict=True)),
+    )
+
+
+def _numbers(call: Call, sharding: Sharding, traced: Trace) -> Floats:
+    numbers = np.zeros(COLUMNS)
+    numbers[[COUNT, FLOPS, COUNTED_FLOPS]] = 1, call.flops, call.counted_flops
+    numbers[[BATCH, M, K, N]] = call.shape
+    position = whole_operand(call, sharding.cuts, sharding.roles, traced)
+    whole = None if position is None else call.operands[position]
+    cut_matmul = sharding.roles.get(call.parameter) in ("column", "row") and call.kind == "matmul"
+    for number, touched in (*call.reads, *call.writes):
+        if number == whole:
+            column = BYTES_WHOLE
+        else:
+            column = BYTES_SPLIT if cut_matmul else BYTES_ROWS + _CUTS.index(sharding.cuts[number])
+        numbers[column] += touched
+    numbers[LIVE_ROWS : LIVE_WHOLE + 1] = _by_cut(call.live, sharding, traced)
+    if cut_matmul and whole is not None:
+        numbers[GATHERED] = traced.storages[whole].num_bytes
+    return numbers
+
+
+def _by_cut(numbers: set[int] | tuple[int, ...], sharding: Sharding, traced: Trace) -> list[int]:
+    sums = {cut: 0 for cut in _CUTS}
+    for number in numbers:
+        sums[sharding.cuts[number]] += traced.storages[number].num_bytes
+    return [sums[cut] for cut in _CUTS]
+
+
+def _exchanged_bytes(kind: str, num_bytes: int, traced: Trace) -> int:
+    if kind != "loss":
+        return num_bytes
+    # Per row three float32 numbers: the largest logit, the sum of exponentials, the target's logit.
+    rows = max((s.length for s in traced.storages if s.role == "input"), default=0)
+    return 3 * 4 * rows
+
+
+def _one_row_per_item(given: Input, items: Sequence[Item]) -> bool:
+    return (
+        given.source is None and all(item.sizes[given.spec.rows] == 1 for item in items) and given.spec.rows != "tokens"
+    )
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Sums that counts mostly depend on come first, so that they carry the coefficients."""
+    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+
+
+def sizes_key(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[object, ...]:
+    """All that the cost of a part may depend on."""
+    return tuple(
+        (tuple(sorted(item.sizes.items())), tuple((s.module, tuple(sorted(s.sizes.items()))) for s in sources))
+        for item, sources in zip(items, links, strict=True)
+    )
+
+
+def without_accumulation(counts: Counts) -> Counts:
+    """Counts where weight gradients are added up inside their matmuls, as fused kernels do it."""
+    keep = [i for i, operator in enumerate(counts.operators) if not operator.accumulates]
+    return replace(counts, operators=tuple(counts.operators[i] for i in keep), table=counts.table[keep])

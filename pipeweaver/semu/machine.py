@@ -1,0 +1,214 @@
+"""Machines as files: peaks, bandwidths, links, memory, and how much of them each kind of operator reaches.
+
+    machine = load_machine("B200")                       # a shipped file, or a path to one of your own
+    matmul_factor(machine, "F", m, k, n)                 # share of the peak, by shape
+    collective_ns(machine, "all_reduce", num_bytes, Group(size=64, per_island=8))
+
+A factor is the share of the peak that is reached. Shapes that were measured have the measured factor; all others
+follow the curve through the measurements of that machine, e / (1 + a/m + b/n + c/k): small dimensions cost
+efficiency. Machines that nobody measured take curves of one that was, and say so in `calibrated`.
+Units: FLOP/s, bytes/s, bytes, nanoseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from pipeweaver import toml
+
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=2)]
+Latency = Annotated[float, Meta(ge=0)]
+Floats = NDArray[np.float64]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "point_to_point"]
+
+
+class MatmulFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """[matmul]: asymptotic shares of the peak for the forward, input-gradient and weight-gradient matmul of
+    C[m, n] = A[m, k] B[k, n], and the dimensions at which half of it is lost. `measured_*` rows are
+    [m, k, n, factor]."""
+
+    forward: Share
+    input: Share
+    weight: Share
+    half_m: Latency = 0.0
+    half_n: Latency = 0.0
+    half_k: Latency = 0.0
+    measured_forward: tuple[tuple[int, int, int, Share], ...] = ()
+    measured_input: tuple[tuple[int, int, int, Share], ...] = ()
+    measured_weight: tuple[tuple[int, int, int, Share], ...] = ()
+
+    @cached_property
+    def measured(self) -> dict[str, dict[tuple[int, int, int], float]]:
+        tables = {"F": self.measured_forward, "I": self.measured_input, "W": self.measured_weight}
+        return {phase: {(m, k, n): factor for m, k, n, factor in rows} for phase, rows in tables.items()}
+
+
+class AttentionFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[attention]: share of the peak, on the FLOPs that a causal kernel does not skip.
+
+    Rows are [FLOPs of one launch, factor], ascending; between them the factor follows the logarithm of the
+    FLOPs, below the first a launch takes as long as the first, above the last it keeps its factor.
+    """
+
+    forward: tuple[tuple[Positive, Share], ...]
+    backward: tuple[tuple[Positive, Share], ...]
+
+    def __post_init__(self) -> None:
+        for name, rows in (("forward", self.forward), ("backward", self.backward)):
+            flops = [row[0] for row in rows]
+            if not rows or flops != sorted(set(flops)):
+                raise ValueError(f"{name}: needs rows [FLOPs, factor] with ascending FLOPs")
+
+
+class MemoryFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[memory]: share of the bandwidth that operators bound by it reach, and what each access costs at least.
+    `factors` by operator name ("aten._log_softmax") where one differs."""
+
+    factor: Share
+    access_ns: Latency = 0.0
+    factors: dict[str, Share] = {}
+
+
+class CollectiveFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Share of a link's bandwidth, latency of each hop of the ring, latency of the whole call."""
+
+    factor: Share = 1.0
+    hop_ns: Latency = 0.0
+    fixed_ns: Latency = 0.0
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[links.island] or [links.cluster]: bytes/s of one device in one direction, and how collectives use them."""
+
+    bandwidth: Positive
+    all_reduce: CollectiveFactors = CollectiveFactors()
+    all_gather: CollectiveFactors = CollectiveFactors()
+    reduce_scatter: CollectiveFactors = CollectiveFactors()
+    point_to_point: CollectiveFactors = CollectiveFactors()
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`island` joins the devices of one node, `cluster` nodes."""
+
+    island: Link
+    cluster: Link
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device and what joins it to others.
+
+    `peak_flops` by dtype name. `kernels`: whose operators are one kernel (`kernels.py`). `floor_ns`: no kernel takes less. `host_bandwidth`: bytes/s to host memory, for
+    offloading. `calibrated` says what the factors were measured on and when; empty if they are defaults.
+    """
+
+    name: str
+    source: str
+    calibrated: str = ""
+    memory_bytes: Annotated[int, Meta(gt=0)]
+    memory_bandwidth: Positive
+    host_bandwidth: Positive
+    devices_per_island: Annotated[int, Meta(ge=1)] = 8
+    floor_ns: Latency = 0.0
+    kernels: Literal["cuda", "cpu"] = "cuda"
+    peak_flops: dict[str, Positive]
+    matmul: MatmulFactors
+    attention: AttentionFactors
+    memory: MemoryFactors
+    links: Links
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of matmuls in a dtype. Raises ValueError if the machine file does not have it."""
+        if dtype not in self.peak_flops:
+            raise ValueError(f"machine {self.name} has no peak_flops for {dtype}; it has {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Devices of a collective: `size` of them, `per_island` on each island that takes part."""
+
+    size: int
+    per_island: int
+
+    @property
+    def crosses(self) -> bool:
+        return self.size > self.per_island
+
+
+def machine_names() -> tuple[str, ...]:
+    """Names of the shipped machine files."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+@lru_cache
+def load_machine(name: str) -> Machine:
+    """A shipped machine by name ("H800"), or a machine file by its path.
+
+    Raises ValueError, naming the file and the key, if it is not a complete machine file.
+    """
+    path = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
+    if not name.endswith(".toml") and not path.exists():
+        raise ValueError(
+            f"no machine {name!r}; there are {', '.join(machine_names())}, or give the path of a .toml file"
+        )
+    return toml.convert(toml.read(path), "", Machine)
+
+
+def matmul_factor(machine: Machine, phase: str, m: float, k: float, n: float) -> tuple[float, bool]:
+    """(share of the peak, whether this very shape was measured) of one matmul C[m, n] = A[m, k] B[k, n]."""
+    table = machine.matmul
+    measured = table.measured[phase].get((round(m), round(k), round(n)))
+    if measured is not None:
+        return measured, True
+    best = {"F": table.forward, "I": table.input, "W": table.weight}[phase]
+    return best / (1 + table.half_m / m + table.half_n / n + table.half_k / k), False
+
+
+def attention_factor(machine: Machine, phase: str, flops: float) -> float:
+    """Share of the peak of one attention launch of so many FLOPs."""
+    rows = machine.attention.forward if phase == "F" else machine.attention.backward
+    if flops < rows[0][0]:
+        return rows[0][1] * flops / rows[0][0]
+    return float(np.interp(np.log(flops), [np.log(row[0]) for row in rows], [row[1] for row in rows]))
+
+
+def collective_ns(machine: Machine, kind: Collective, num_bytes: float, group: Group) -> float:
+    """Time of a ring over a group. `num_bytes` is the whole tensor: what each device holds of it before or after.
+
+    Between islands as many rings run side by side as there are members on an island, each through its own
+    network device; the slower of the links inside and between islands sets the pace. Every hop costs latency.
+    """
+    if group.size == 1 or num_bytes == 0:
+        return 0.0
+    island, cluster = getattr(machine.links.island, kind), getattr(machine.links.cluster, kind)
+    assert kind != "point_to_point", "a transfer between two devices is transfer_ns"
+    passes = 2 if kind == "all_reduce" else 1
+    hops = passes * (group.size - 1)
+    moved = passes * num_bytes * (group.size - 1) / group.size
+    if not group.crosses:
+        return island.fixed_ns + hops * island.hop_ns + 1e9 * moved / (machine.links.island.bandwidth * island.factor)
+    islands = -(-group.size // group.per_island)
+    bandwidth = group.per_island * machine.links.cluster.bandwidth * cluster.factor
+    if group.per_island > 1:
+        bandwidth = min(bandwidth, machine.links.island.bandwidth * island.factor)
+    across = passes * (islands - 1)
+    return cluster.fixed_ns + across * cluster.hop_ns + (hops - across) * island.hop_ns + 1e9 * moved / bandwidth
+
+
+def transfer_ns(machine: Machine, num_bytes: float, *, crosses: bool, devices: int = 1) -> float:
+    """Time to hand a tensor from one worker to the next, each of its `devices` sending its share."""
+    link = machine.links.cluster if crosses else machine.links.island
+    factors = link.point_to_point
+    return factors.fixed_ns + factors.hop_ns + 1e9 * num_bytes / devices / (link.bandwidth * factors.factor)
+
+
+_FOLDER = Path(__file__).parent / "machines"

@@ -1,0 +1,174 @@
+"""Counts of layers: exact for sizes never traced, cut over devices as Megatron cuts them, saved as hooks see it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from pipeweaver.data.items import Item
+from pipeweaver.model.graph import LayerSpec, TensorSpec, positions
+from pipeweaver.model.part import PartView
+from pipeweaver.semu.costs import SemuCosts
+from pipeweaver.semu.layer import COUNTED_FLOPS, FLOPS, Input, LayerGraph
+from pipeweaver.semu.machine import load_machine
+from tests.semu.layers import WIDTHS, image, text, tiny_vlm
+
+
+def graphs(**options: object) -> dict[str, LayerGraph]:
+    costs = SemuCosts(tiny_vlm(), load_machine("H100"), widths=WIDTHS)
+    return {
+        f"{module.name}.{position}": costs._modules[module.name].graphs[position]
+        for module in costs.graph.modules
+        for position, _ in positions(module)
+    }
+
+
+def part(module: str, seed: int) -> tuple[list[Item], list[list[Item]]]:
+    draw = random.Random(seed)
+    images = [image(i, 2 * draw.randint(1, 5), 2 * draw.randint(1, 5)) for i in range(draw.randint(1, 4))]
+    if module == "vision":
+        return images, [[] for _ in images]
+    texts = [text(i, draw.randint(8, 40)) for i in range(draw.randint(1, 3))]
+    return texts, [images if i == 0 else [] for i in range(len(texts))]
+
+
+@pytest.mark.parametrize("name", ["vision.-1", "vision.0", "vision.2", "language.-1", "language.0", "language.2"])
+def test_counts_of_sizes_never_traced_are_those_of_a_trace(name: str) -> None:
+    symbolic = graphs()[name]
+    module = name.split(".")[0]
+    for seed in range(24):
+        symbolic.counts(*part(module, seed))
+    assert symbolic.irregular == 0
+    traced = symbolic.num_traces
+    for seed in range(100, 106):
+        items, links = part(module, seed)
+        found, fresh = symbolic.counts(items, links), graphs()[name].counts(items, links)
+        assert [o.name for o in found.operators] == [o.name for o in fresh.operators]
+        assert np.array_equal(found.table, fresh.table)
+        assert np.array_equal(found.memory, fresh.memory)
+        assert np.array_equal(found.exchanged_bytes, fresh.exchanged_bytes)
+        assert found.tensor_bytes == fresh.tensor_bytes
+    assert symbolic.num_traces == traced
+
+
+def test_answers_do_not_depend_on_what_was_asked_before() -> None:
+    items, links = part("language", 7)
+    warm = graphs()["language.0"]
+    for seed in range(12):
+        warm.counts(*part("language", seed))
+    assert np.array_equal(warm.counts(items, links).table, graphs()["language.0"].counts(items, links).table)
+
+
+def test_a_layer_that_is_no_polynomial_is_traced_every_time() -> None:
+    class Longest(torch.nn.Module):
+        """Pads to the longest item: its cost is no function of sums."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, state: dict[str, torch.Tensor], part: PartView) -> dict[str, torch.Tensor]:
+            padded = torch.zeros(len(part.items), max(part.sizes()), 8, device=part.device, dtype=part.dtype)
+            return {"x": state["x"] + self.linear(padded).sum()}
+
+    spec = LayerSpec(kind="longest", build=Longest, carries=(TensorSpec(name="x", width=8),))
+    given = [Input(spec=spec.carries[0], name="x")]
+    layer = LayerGraph(spec, given, dtype=torch.float32)
+    for seed in range(30):
+        draw = random.Random(seed)
+        items = [text(i, draw.randint(2, 30)) for i in range(draw.randint(1, 5))]
+        found = layer.counts(items, [[] for _ in items])
+        longest = max(item.sizes["tokens"] for item in items)
+        assert found.table[:, FLOPS].sum() == 2 * 2 * len(items) * longest * 8 * 8
+    assert layer.irregular > 0
+
+
+def test_matmuls_alternate_between_column_and_row_parallel() -> None:
+    found = graphs()
+    roles = {}
+    for name, layer in found.items():
+        layer.counts(*part(name.split(".")[0], 3))
+        roles[name] = layer._roles
+    assert roles["vision.-1"] == {"patch.weight": "sequence"}
+    block = {"attention.q": "column", "attention.k": "column", "attention.v": "column", "attention.out": "row"}
+    vision = {**block, "mlp.up": "column", "mlp.down": "row"}
+    language = {**block, "mlp.gate": "column", "mlp.up": "column", "mlp.down": "row"}
+    assert roles["vision.0"] == {f"{name}.weight": role for name, role in vision.items()}
+    assert roles["language.0"] == {f"{name}.weight": role for name, role in language.items()}
+    assert roles["vision.2"] == {"projector.0.weight": "column", "projector.2.weight": "row"}
+    assert roles["language.-1"] == {"embedding.weight": "vocabulary"}
+    assert roles["language.2"] == {"head.weight": "column"}
+
+
+def test_a_block_exchanges_what_megatron_does() -> None:
+    counts = graphs()["language.0"].counts(*part("language", 3))
+    rows = counts.tensor_bytes["x"]
+    kinds = [(exchange.kind, exchange.phase) for exchange in counts.exchanges]
+    # Forward: gather, scatter, twice. Backward: gradients gathered and scattered, saved inputs gathered again, twice.
+    assert sorted(kinds) == sorted(2 * [("enter", "F"), ("leave", "F"), ("leave", "I"), ("enter", "I"), ("enter", "W")])
+    assert set(counts.exchanged_bytes) == {rows}
+
+
+@pytest.mark.parametrize("name", ["vision.-1", "vision.0", "vision.2", "language.-1", "language.0", "language.2"])
+def test_saved_bytes_equal_those_of_a_real_forward(name: str) -> None:
+    costs = SemuCosts(tiny_vlm(), load_machine("cpu"), dtype="float32", widths=WIDTHS)
+    module, position = name.split(".")
+    layer = costs._modules[module].graphs[int(position)]
+    picture = image(0, 4, 6)
+    items, links = ([picture], [[]]) if module == "vision" else ([text(0, 21)], [[picture]])
+    found = layer.trace(items, links)
+
+    with torch.device("cpu"):
+        real = layer.spec.build()
+    rows = sum(item.sizes["tokens"] for item in items)
+    features = sum(source.sizes["features"] for sources in links for source in sources)
+    state = {}
+    for given in layer.inputs:
+        count = rows if given.source is None else features
+        state[given.name] = torch.randn(count, given.spec.width, requires_grad=given.grad)
+    tokens = torch.full((rows,), 5)
+    tokens[:features] = 3
+    loaded = {"tokens": tokens, "labels": torch.full((rows,), 5), "pixels": torch.randn(rows, 12)}
+    view = PartView(
+        items=items,
+        links=links,
+        loaded={n: loaded[n] for n in layer.spec.loads},
+        step=0,
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    with torch.no_grad():
+        real(dict(state), view)
+    theirs = {t.untyped_storage().data_ptr() for t in [*state.values(), *loaded.values(), *real.parameters()]}
+    saved: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in theirs:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        real(dict(state), view)
+    assert found.saved_bytes == sum(saved.values())
+
+
+def test_causal_attention_counts_half_the_square_and_the_diagonal() -> None:
+    counts = graphs()["language.0"].counts([text(0, 40)], [[]])
+    rows = [i for i, operator in enumerate(counts.operators) if operator.kind == "attention"]
+    full, counted = counts.table[rows, FLOPS], counts.table[rows, COUNTED_FLOPS]
+    assert full.tolist() == [2 * 2 * 64 * 40 * 40, 5 * 2 * 64 * 40 * 40]
+    assert (counted / full).tolist() == [pytest.approx(41 / 80)] * 2
+
+
+def test_unknown_columns_of_a_loaded_tensor_are_refused() -> None:
+    costs = SemuCosts(tiny_vlm(), load_machine("H100"))
+    layer = costs._modules["vision"].graphs[-1]
+    with pytest.raises(ValueError, match="pixels"):
+        layer.counts([image(0, 4, 4)], [[]])
