@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeweaver.report.memory import memory_over_time
 from pipeweaver.schedule.ir import (
     Action,
@@ -76,22 +74,6 @@ def trace_events(plans: Sequence[Plan], measurements: Sequence[Measurement | Non
                 name = f"replica {plan.replica} {kind}, step {plan.step}"
                 events += _process(process, name, plan, timeline.spans, timeline.transfers)
     return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
-
-
-def align(plan: Plan, measurement: Measurement, offsets_ns: Sequence[int]) -> Measurement:
-    """Put all workers on one clock: `offsets_ns[w]` is added to every time that worker w took.
-
-    Hosts have clocks of their own; offsets (clock of worker 0 minus clock of worker w) are measured at start.
-    Transfers are timed by their receivers.
-    """
-    spans = tuple(
-        tuple(_shift(span, offset) for span in lane) for lane, offset in zip(measurement.spans, offsets_ns, strict=True)
-    )
-    transfers = tuple(
-        _shift(span, offsets_ns[transfer.receiver])
-        for span, transfer in zip(measurement.transfers, plan.transfers, strict=True)
-    )
-    return msgspec.structs.replace(measurement, spans=spans, transfers=transfers)
 
 
 def describe(plan: Plan, action: Action) -> str:
@@ -259,7 +241,3 @@ def _metadata(name: str, process: int, thread: int, arguments: Event) -> Event:
 
 def _event(kind: str, process: int, thread: int, time_ns: int, **fields: Any) -> Event:
     return {"ph": kind, "pid": process, "tid": thread, "ts": time_ns / 1_000, **fields}
-
-
-def _shift(span: Span, offset: int) -> Span:
-    return Span(span.start_ns + offset, span.end_ns + offset)

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from pipeweaver.data.items import Item
-from pipeweaver.report.memory import held_bytes, memory_over_time
+from pipeweaver.report.memory import memory_over_time
 from pipeweaver.report.metrics import (
     MetricsWriter,
     imbalance,
@@ -153,12 +153,10 @@ def test_missing_tensorboard_is_an_error_that_says_what_to_do(monkeypatch, tmp_p
         MetricsWriter(tmp_path, tensorboard=True)
 
 
-def test_memory_follows_the_order_of_actions(plan):
-    held = held_bytes(plan, 0)
-    assert max(h.during for h in held) == plan.prediction.peak_bytes[0] == 10_000 + 100 + 1000 + 2000 + 64 + 70
-    assert max(h.during for h in held_bytes(plan, 1)) == plan.prediction.peak_bytes[1]
-    assert held[-1].after == 10_000
-    points = memory_over_time(plan, 0, plan.prediction.spans[0])
-    assert points[0] == (0, 10_000)
-    assert [time for time, _ in points] == sorted(time for time, _ in points)
-    assert points[-1] == (100_000, 10_000)
+def test_memory_changes_where_actions_allocate_and_free(plan):
+    for worker in (0, 1):
+        points = memory_over_time(plan, worker, plan.prediction.spans[worker])
+        assert points[0] == (0, plan.static_bytes[worker])
+        assert max(num_bytes for _, num_bytes in points) == plan.prediction.peak_bytes[worker]
+        assert [time for time, _ in points] == sorted(time for time, _ in points)
+        assert points[-1][1] == plan.static_bytes[worker]

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from msgspec.structs import replace
 
-from pipeweaver.report.trace import align, describe, describe_transfer, lanes, trace_events, write_trace
+from pipeweaver.report.trace import describe, describe_transfer, lanes, trace_events, write_trace
 from pipeweaver.schedule.ir import Span
 
 
@@ -72,16 +72,6 @@ def test_transfers_that_never_ended_have_no_slice_and_no_arrow(plan, measurement
     lost = replace(measurement, transfers=(Span(0, 0), *measurement.transfers[1:]))
     _, arrows = check(trace_events([plan], [lost]))
     assert len(arrows) == 2 * len(plan.transfers) - 1
-
-
-def test_clocks_are_aligned_by_worker_and_transfers_by_receiver(plan, measurement):
-    aligned = align(plan, measurement, [0, 1_000])
-    assert aligned.spans[0] == measurement.spans[0]
-    assert aligned.spans[1][4] == Span(34_000, 50_500)
-    assert aligned.transfers[0].end_ns == measurement.transfers[0].end_ns + 1_000  # received by worker 1
-    assert aligned.transfers[2] == measurement.transfers[2]  # received by worker 0
-    with pytest.raises(ValueError):
-        align(plan, measurement, [0])
 
 
 def test_names_of_actions(plan):
