@@ -17,6 +17,9 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.partition import split
 from pipeweaver.schedule.ir import Chunk, Part, Placement
 
+Parts = tuple[tuple[Part, ...], ...]
+"""For each chunk its parts."""
+
 
 def cut_parts(
     graph: ModelGraph,
@@ -24,7 +27,7 @@ def cut_parts(
     share: Share,
     items_per_part: Mapping[str, int],
     item_costs: Sequence[int] | None = None,
-) -> tuple[tuple[Part, ...], ...]:
+) -> Parts:
     """For each chunk its parts, in the order of the microbatches; all chunks of a module have the same.
 
     `items_per_part` is the most items of a part, by module; a module that it does not name keeps a

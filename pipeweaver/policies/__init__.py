@@ -9,11 +9,12 @@ All drafts go through the same compiler, verifier, emulator and runtime, so comp
 
 from __future__ import annotations
 
-from pipeweaver.policies import gpipe, interleaved, one_f_one_b
+from pipeweaver.policies import dynamic, gpipe, interleaved, one_f_one_b
 from pipeweaver.policies.policy import Policy
 
 POLICIES: dict[str, Policy] = {
     "gpipe": gpipe.POLICY,
     "1f1b": one_f_one_b.POLICY,
     "interleaved-1f1b": interleaved.POLICY,
+    "dynamic": dynamic.POLICY,
 }
