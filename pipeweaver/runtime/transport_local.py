@@ -44,6 +44,7 @@ class Hub:
     def fail(self, message: str) -> None:
         """End every wait with an error: a worker died."""
         with self.lock:
+            # What went wrong first is the cause of the rest.
             self.failure = self.failure or message
             self.lock.notify_all()
 
@@ -61,8 +62,7 @@ class Hub:
         if self.alive and self.alive <= self.blocked.keys() and not any(ready() for _, ready in self.blocked.values()):
             waiting = "; ".join(f"{address} in {what}" for address, (what, _) in sorted(self.blocked.items()))
             gone = [str(address) for address in self.addresses if address not in self.alive]
-            self.failure = f"deadlock: {waiting}" + (f"; {', '.join(gone)} left" if gone else "")
-        self.lock.notify_all()
+            self.fail(f"deadlock: {waiting}" + (f"; {', '.join(gone)} left" if gone else ""))
 
     def key(self, owner: Address, peer: Address) -> tuple[Address, Address | None]:
         return (owner, None) if self.queue == "worker" else (owner, peer)
@@ -77,18 +77,16 @@ class Hub:
                 continue
             first, second = mine[0], theirs[0]
             if first.number != second.number or first.sends == second.sends:
-                self.failure = (
+                self.fail(
                     f"{one} and {other} can never meet: the one is at {first}, the other at {second} of the same queue"
                 )
-                self.lock.notify_all()
                 return
             send, receive = (first, second) if first.sends else (second, first)
             if send.tensor.shape != receive.tensor.shape or send.tensor.dtype != receive.tensor.dtype:
-                self.failure = (
+                self.fail(
                     f"transfer {first.number}: {list(send.tensor.shape)} {send.tensor.dtype} is sent, "
                     f"{list(receive.tensor.shape)} {receive.tensor.dtype} expected"
                 )
-                self.lock.notify_all()
                 return
             receive.tensor.copy_(send.tensor)
             for queue, end in ((mine, one), (theirs, other)):
@@ -148,7 +146,7 @@ class LocalTransport:
             if len(meeting.given) == len(members):
                 shapes = {(tuple(given.shape), given.dtype) for given in meeting.given.values()}
                 if len(shapes) > 1:
-                    hub.failure = f"{what} over {', '.join(map(str, members))}: tensors differ, {shapes}"
+                    hub.fail(f"{what} over {', '.join(map(str, members))}: tensors differ, {shapes}")
                 else:
                     total = torch.stack([meeting.given[member] for member in members]).sum(0)
                     meeting.results.update({member: total for member in members})

@@ -68,11 +68,13 @@ class Watchdog:
         message = (
             f"error: nothing has moved for {seconds:.0f} s (limit {activity.limit_s:.0f} s): {activity.describe()}"
         )
-        print(message, file=sys.stderr, flush=True)
-        if self._on_hang is not None:
-            self._on_hang(message)
-        sys.stdout.flush()
-        self._end(EXIT_CODE)
+        try:
+            print(message, file=sys.stderr, flush=True)
+            if self._on_hang is not None:
+                self._on_hang(message)
+            sys.stdout.flush()
+        finally:
+            self._end(EXIT_CODE)
 
 
 @contextmanager

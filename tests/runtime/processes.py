@@ -6,6 +6,8 @@ The processes are started once; each case is run by the first `world_size` of th
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import time
 import traceback
 from datetime import timedelta
@@ -19,8 +21,9 @@ import torch.distributed as dist
 
 from pipeweaver.runtime.optimizer import OptimizerConfig
 from pipeweaver.runtime.transport import ProcessTransport, WorkerMap
+from pipeweaver.runtime.watchdog import Watchdog
 from pipeweaver.schedule.ir import Plan
-from tests.runtime.graphs import graph_of
+from tests.runtime.graphs import graph_of, load
 from tests.runtime.threads import make_worker
 
 TIMEOUT_S = 60
@@ -93,6 +96,35 @@ def serve(rank: int, end: Connection, folder: str) -> None:
         except BaseException:
             end.send(("error", traceback.format_exc()))
             return
+
+
+def run_with_signal(rank: int, folder: str, number: int, plan: bytes) -> None:
+    """A process for one step of "one module"; as worker 1 it sends itself a signal when it loads for the third time.
+
+    What it says goes to `folder`/stderr-RANK. Its watchdog is set to 2 s; an error ends it with exit code 1.
+    """
+    sys.stderr = open(f"{folder}/stderr-{rank}", "w", buffering=1)  # noqa: SIM115
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    decoded = msgspec.msgpack.decode(plan, type=Plan)
+    transport = ProcessTransport(WorkerMap(num_replicas=1, num_workers=2), torch.device("cpu"))
+    worker = make_worker(graph_of("one module"), decoded.placement, transport, watchdog=Watchdog(2.0))
+    loads = 0
+
+    def load_or_stop(items: Any, records: Any, names: Any) -> dict[str, torch.Tensor]:
+        nonlocal loads
+        loads += 1
+        if rank == 1 and loads == 3:
+            os.kill(os.getpid(), number)
+        return load(items, records, names)
+
+    worker.load = load_or_stop
+    try:
+        worker.run(decoded)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
 
 
 def _run(world_size: int, job: Job) -> dict[str, Any]:

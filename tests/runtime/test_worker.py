@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+import torch
 
 from pipeweaver.planner.assign import share_out
 from pipeweaver.runtime.optimizer import OptimizerConfig
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.ir import Chunk, Draft, Part, Placement, Stage
+from pipeweaver.schedule.ir import Chunk, Compute, Draft, Part, Placement, Stage
 from pipeweaver.schedule.verify import verify
+from tests.runtime.cases import Case, make_plans
 from tests.runtime.graphs import batch_of, graph_of
-from tests.runtime.threads import SingleProcess, assert_close, flat_costs, local_workers, run_steps
+from tests.runtime.threads import SingleProcess, assert_close, flat_costs, in_threads, local_workers, run_steps
 
 
 def two_chunks(graph, share, forward_only=False):
@@ -137,3 +140,119 @@ def test_a_reader_that_sends_no_gradient_may_run_after_the_backward():
     single = SingleProcess(graph)
     single.step(batch)
     assert_close({name: p.grad for name, p in workers[0, 0].parameters.items()}, single.gradients)
+
+
+def test_regrouping_the_same_samples_leaves_gradients_equal():
+    """Microbatches, parts and replicas do not matter; noise and time steps belong to items."""
+    graph = graph_of("encoder and diffusion")
+    batch = batch_of("mixed", graph, 2, seed=6)
+    order = list(range(len(batch.samples)))[::-1]
+    regrouped = msgspec.structs.replace(
+        batch,
+        samples=tuple(batch.samples[i] for i in order),
+        microbatches=tuple((i,) for i in range(len(order))),
+    )
+    single = SingleProcess(graph)
+    single.step(batch)
+    for grouped, policy, replicas in ((batch, "gpipe", 1), (regrouped, "1f1b", 1), (regrouped, "gpipe", 2)):
+        case = Case(
+            graph="encoder and diffusion", policy=policy, workers=2, num_replicas=replicas, batch="mixed", seed=6
+        )
+        (plans,) = make_plans(case, graph, [grouped])
+        workers = local_workers(graph, plans[0].placement, replicas)
+        run_steps(workers, [plans])
+        for worker in workers.values():
+            assert_close({name: p.grad for name, p in worker.parameters.items()}, single.gradients)
+
+
+def test_what_saw_no_data_has_gradient_zero_and_is_stepped():
+    graph = graph_of("encoder")
+    batch = batch_of("no images", graph, 2, seed=1)
+    plans = planned(graph, batch)
+    workers = local_workers(graph, plans[0].placement, 1)
+    before = {name: p.detach().clone() for name, p in workers[0, 0].parameters.items()}
+    run_steps(workers, [plans])
+    for name, parameter in workers[0, 0].parameters.items():
+        if name.startswith("vision"):
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+            # AdamW's weight decay alone, as in a single process that fills zeros.
+            assert torch.allclose(parameter, before[name] * (1 - 1e-3 * 0.01), rtol=1e-12)
+
+
+def test_modules_outside_the_task_set_are_not_stepped():
+    """Worker 0 holds vision, but this step's placement is of a task that does not use it."""
+    graph = graph_of("encoder")
+    (share,) = share_out(graph, batch_of("no images", graph, 2, seed=1), 1)
+    whole = two_chunks(graph, share)
+    draft = Draft(
+        placement=Placement(workers=2, chunks=whole.placement.chunks[1:]),
+        parts=whole.parts[1:],
+        order=tuple(tuple(s._replace(chunk=s.chunk - 1) for s in order if s.chunk) for order in whole.order),
+    )
+    plan = compile_plan(graph, share, draft, flat_costs(graph), dtype="float64")
+    workers = local_workers(graph, whole.placement, 1)
+    before = {name: p.detach().clone() for name, p in workers[0, 0].parameters.items()}
+    run_steps(workers, [[plan]])
+    for name, parameter in workers[0, 0].parameters.items():
+        assert torch.equal(parameter, before[name]) == name.startswith("vision"), name
+
+
+def test_another_plan_of_the_same_shape_is_noticed_before_the_step():
+    graph = graph_of("encoder")
+    plans = planned(graph, batch_of("mixed", graph, 2, seed=1))
+    for forward_only in (False, True):
+        plans = planned(graph, batch_of("mixed", graph, 2, seed=1), forward_only)
+        workers = local_workers(graph, plans[0].placement, 1)
+        before = {a: {n: p.detach().clone() for n, p in w.parameters.items()} for a, w in workers.items()}
+        other = msgspec.structs.replace(plans[0], seed=99)
+        with pytest.raises(ValueError, match=r"worker . of replica 0 ran another plan than worker . of replica 0"):
+            in_threads(workers, lambda w, pair=(plans[0], other): w.run(pair[w.transport.address.worker]))
+        for address, worker in workers.items():
+            assert all(torch.equal(p, before[address][name]) for name, p in worker.parameters.items())
+
+
+def test_replicas_must_agree_on_what_they_share():
+    graph = graph_of("encoder")
+    plans = planned(graph, batch_of("mixed", graph, 2, seed=1), num_replicas=2)
+    plans[1] = msgspec.structs.replace(plans[1], normalisers={"main/language": 1})
+    workers = local_workers(graph, plans[0].placement, 2)
+    with pytest.raises(ValueError, match="ran another plan"):
+        run_steps(workers, [plans])
+
+
+def test_a_gradient_that_is_not_a_number_ends_the_run():
+    graph = graph_of("encoder")
+    plans = planned(graph, batch_of("mixed", graph, 2, seed=1))
+    workers = local_workers(graph, plans[0].placement, 1)
+    with torch.no_grad():
+        workers[0, 1].parameters["language.layers.0.own.weight"][0, 0] = float("nan")
+    before = {name: p.detach().clone() for name, p in workers[0, 0].parameters.items()}
+    with pytest.raises(ValueError, match=r"step 0: the gradient norm is nan.*parameters were not changed"):
+        run_steps(workers, [plans])
+    assert all(torch.equal(p, before[name]) for name, p in workers[0, 0].parameters.items())
+
+
+def test_an_error_in_a_layer_names_worker_and_stage():
+    graph = graph_of("encoder")
+    plans = planned(graph, batch_of("mixed", graph, 2, seed=1))
+    workers = local_workers(graph, plans[0].placement, 1)
+    workers[0, 1].modules["language.layers.0"].own.weight.data = torch.zeros(5, 5, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"worker 1 of replica 0, step 0: computes 1F0, language\[0:1\]@1: "):
+        run_steps(workers, [plans])
+
+
+def test_a_split_backward_is_refused_by_name():
+    graph = graph_of("encoder")
+    (plan,) = planned(graph, batch_of("mixed", graph, 2, seed=1))
+    actions = [
+        [
+            msgspec.structs.replace(a, stage=a.stage._replace(phase="W"))
+            if isinstance(a, Compute) and a.stage == Stage(3, 0, "B")
+            else a
+            for a in of_worker
+        ]
+        for of_worker in plan.actions
+    ]
+    plan = msgspec.structs.replace(plan, actions=tuple(map(tuple, actions)))
+    with pytest.raises(ValueError, match="stage 3W0: phase W of a split backward cannot be run"):
+        run_steps(local_workers(graph, plan.placement, 1), [[plan]])
