@@ -54,6 +54,41 @@ def options(
 
 
 @app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option("--step", min=0, help="Plan the batch of this step.")] = 0,
+) -> None:
+    """Plan one step and show it: chunks, parts, step time, bubble, memory per worker. Trains nothing."""
+    with _mistakes():
+        job = _load(config, overrides)
+        _check(job)
+        from pipeweaver.commands import plan_step
+        from pipeweaver.console import print_plan
+        from pipeweaver.output import write_plans
+
+        plans = plan_step(job, step, lambda: _calibrate_first(job, config, overrides))
+        print_plan(plans, job.workers.memory_bytes)
+        for path in write_plans(job.output, plans):
+            print(f"wrote {path}")
+
+
+@app.command()
+def calibrate(config: Config, overrides: Overrides = None) -> None:
+    """Measure the model's layers and the links of this machine anew. The first plan or run does so by itself."""
+    from pipeweaver.runtime import process
+
+    if process.is_worker():
+        process.tie_to_parent()
+        process.run_worker(lambda: _calibrate(config, overrides))
+    with _mistakes():
+        job = _load(config, overrides)
+        _check(job)
+        code = _launch(job, "calibrate", config, overrides)
+    raise typer.Exit(code)
+
+
+@app.command()
 def train(config: Config, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train: start the workers on this machine, or be one of them under torchrun."""
     from pipeweaver.runtime import process
@@ -90,6 +125,18 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
             observers.append(stack.enter_context(Follow(job.run.steps, output_paths(job))))
             observers.append(stack.enter_context(Output(job)))
         train(job, observers)
+
+
+def _calibrate(config: Path, overrides: list[str] | None) -> None:
+    """What one worker of `calibrate` does."""
+    from pipeweaver.commands import calibrate_as_worker
+
+    calibrate_as_worker(_load(config, overrides, warn=False))
+
+
+def _calibrate_first(job: Job, config: Path, overrides: list[str] | None) -> None:
+    if code := _launch(job, "calibrate", config, overrides):
+        raise typer.Exit(code)
 
 
 def _check(job: Job) -> None:

@@ -127,14 +127,12 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 def print_plan(plans: Sequence[Plan], memory_bytes: int | None) -> None:
     """Chunks and memory per worker, parts per module, and what the emulator predicts, replica by replica."""
-    console = Console()
     for plan in plans:
         if len(plans) > 1:
-            console.print(f"replica {plan.replica}", highlight=False)
-        console.print(_workers_table(plan, memory_bytes), _modules_table(plan))
+            print(f"replica {plan.replica}")
+        Console().print(_workers_table(plan, memory_bytes), _modules_table(plan))
         if plan.prediction is not None:
-            for line in prediction_lines(plan, plan.prediction):
-                console.print(line, highlight=False)
+            print("\n".join(prediction_lines(plan, plan.prediction)))
 
 
 def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:

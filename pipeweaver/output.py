@@ -11,6 +11,7 @@ tensorboard/        if asked for
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +22,8 @@ from pipeweaver.report.metrics import MetricsWriter
 from pipeweaver.report.trace import write_trace
 from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.train import StepReport
+from pipeweaver.schedule.files import save_plans
+from pipeweaver.schedule.ir import Plan
 
 
 def output_paths(job: Job) -> list[Path]:
@@ -29,18 +32,27 @@ def output_paths(job: Job) -> list[Path]:
     return [job.output / name for name in names]
 
 
+def write_plans(folder: Path, plans: Sequence[Plan]) -> list[Path]:
+    """Plans of one step as a file, a trace and a picture of what is predicted; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    step = plans[0].step
+    plan, trace = (folder / f"{name}-{step:06d}.json" for name in ("plan", "trace"))
+    save_plans(plans, plan)
+    write_trace(trace, plans)
+    return [plan, trace]
+
+
 def clear(job: Job, *, overwrite: bool) -> None:
     """Make sure that the folder holds nothing of an earlier run: two runs must not mix in one file.
 
     Raises ValueError if it does and may not be overwritten.
     """
-    old = [path for path in [*output_paths(job), *job.output.glob("step-*")] if path.exists()]
-    if old and not overwrite:
+    if (job.output / "metrics.jsonl").exists() and not overwrite:
         raise ValueError(
-            f"{job.output} holds an earlier run ({old[0].name}); choose another folder with --set run.output=DIR, "
+            f"{job.output} holds an earlier run (metrics.jsonl); choose another folder with --set run.output=DIR, "
             "or replace it with --overwrite"
         )
-    for path in old:
+    for path in [path for path in [*output_paths(job), *job.output.glob("step-*")] if path.exists()]:
         # Plans that this run replays from its own folder are its input.
         if job.run.plans and Path(job.run.plans).resolve() == path.resolve():
             continue
