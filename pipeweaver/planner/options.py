@@ -22,7 +22,6 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     `chunks_per_worker` (`dynamic`): K of a module. `items_per_part`: B of a module, the most items that a part
     takes; a module that is not named keeps the items of a microbatch together, or is left to `dynamic`.
     `even_parts`: parts of one microbatch are made even in number of items, or in cost.
-    `dtype`: what tensors between chunks are in, a torch dtype name.
     """
 
     balance: Balance = "cost"
@@ -31,7 +30,6 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunks_per_worker: dict[str, int] = {}
     items_per_part: dict[str, int] = {}
     even_parts: Literal["items", "cost"] = "items"
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.pieces_per_worker < 1:

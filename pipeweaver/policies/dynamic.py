@@ -54,7 +54,13 @@ MOST_ATTEMPTS = 6
 
 
 def place(
-    graph: ModelGraph, workers: int, costs: Costs, shares: Sequence[Share], options: PolicyOptions = DEFAULTS
+    graph: ModelGraph,
+    workers: int,
+    costs: Costs,
+    shares: Sequence[Share],
+    options: PolicyOptions = DEFAULTS,
+    *,
+    dtype: str = "float32",
 ) -> Placement:
     """Chunks of even cost, `options.chunks_per_worker` of them where set, else the K that schedules the sample best."""
     per_layer = layer_costs(graph, costs, shares)
@@ -62,7 +68,8 @@ def place(
     sample = _sample(shares)
 
     def score(placement: Placement) -> int:
-        return sum(_best_parts(graph, placement, share, costs, options).makespan_ns for share in sample)
+        problems = (_Problem(graph, placement, share, costs, options, dtype) for share in sample)
+        return sum(_best_parts(problem).makespan_ns for problem in problems)
 
     def placed(chunks: Mapping[str, int]) -> Placement:
         return by_modality(graph, workers, per_layer, tasks, chunks)
@@ -112,8 +119,10 @@ def plan(
     rounds: int,
     forward_only: bool = False,
     options: PolicyOptions = DEFAULTS,
+    dtype: str = "float32",
 ) -> Draft:
     """The best order found for the best parts found; raises ValueError if the budget cannot be kept."""
+    problem = _Problem(graph, placement, share, costs, options, dtype, forward_only)
 
     def draft(choice: _Choice, orders: Sequence[Sequence[int]]) -> Draft:
         return Draft(
@@ -127,12 +136,12 @@ def plan(
         )
 
     def best(limits: Sequence[int] | None) -> Draft:
-        choice = _best_parts(graph, placement, share, costs, options, limits, forward_only)
+        choice = _best_parts(problem, limits)
         schedule = search(choice.instance, limits=limits, seed=seed, rounds=rounds)
         return draft(choice, schedule.orders(choice.instance))
 
     def peaks(made: Draft) -> tuple[int, ...]:
-        prediction = compile_plan(graph, share, made, costs, dtype=options.dtype).prediction
+        prediction = compile_plan(graph, share, made, costs, dtype=dtype).prediction
         assert prediction is not None
         return prediction.peak_bytes
 
@@ -152,10 +161,7 @@ def plan(
         if max(excess) <= 0:
             return found
         limits = [limit - max(0, over) for limit, over in zip(limits, excess, strict=True)]
-    in_turn = [
-        draft(choice, _one_after_the_other(choice.instance))
-        for choice in _choices(graph, placement, share, costs, options, forward_only)
-    ]
+    in_turn = [draft(choice, _one_after_the_other(choice.instance)) for choice in _choices(problem)]
     needed = [peaks(made) for made in in_turn]
     least = min(range(len(needed)), key=lambda i: max(needed[i]))
     if max(needed[least]) > budget_bytes:
@@ -169,6 +175,19 @@ def plan(
     return in_turn[least]
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """What a draft is made from."""
+
+    graph: ModelGraph
+    placement: Placement
+    share: Share
+    costs: Costs
+    options: PolicyOptions
+    dtype: str
+    forward_only: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
     """Parts, and the problem of ordering their stages."""
@@ -179,20 +198,12 @@ class _Choice:
     makespan_ns: int = 0
 
 
-def _best_parts(
-    graph: ModelGraph,
-    placement: Placement,
-    share: Share,
-    costs: Costs,
-    options: PolicyOptions,
-    limits: Sequence[int] | None = None,
-    forward_only: bool = False,
-) -> _Choice:
+def _best_parts(problem: _Problem, limits: Sequence[int] | None = None) -> _Choice:
     """The parts with the shortest schedule, no finer than pays. Raises MemoryLimitError if no choice fits."""
     best: _Choice | None = None
     misses = 0
     refusal: MemoryLimitError | None = None
-    for choice in _choices(graph, placement, share, costs, options, forward_only):
+    for choice in _choices(problem):
         try:
             found = search(choice.instance, limits=limits).makespan_ns
         except MemoryLimitError as error:
@@ -211,15 +222,10 @@ def _best_parts(
     return best
 
 
-def _choices(
-    graph: ModelGraph,
-    placement: Placement,
-    share: Share,
-    costs: Costs,
-    options: PolicyOptions,
-    forward_only: bool,
-) -> Iterator[_Choice]:
+def _choices(problem: _Problem) -> Iterator[_Choice]:
     """From coarse to fine: the fullest microbatch of each encoder in 1, 2, 3… parts, where B is not set."""
+    graph, placement, share = problem.graph, problem.placement, problem.share
+    costs, options = problem.costs, problem.options
     item_costs = single_item_costs(graph, share, costs) if options.even_parts == "cost" else None
     fullest = {name: 0 for name in encoders(graph) if name not in options.items_per_part}
     for microbatch in share.microbatches:
@@ -233,7 +239,7 @@ def _choices(
         tried.append(at_most)
         parts = cut_parts(graph, placement, share, at_most, item_costs)
         stages, instance = build_instance(
-            graph, placement, parts, share, costs, forward_only=forward_only, dtype=options.dtype
+            graph, placement, parts, share, costs, forward_only=problem.forward_only, dtype=problem.dtype
         )
         yield _Choice(parts=parts, stages=stages, instance=instance)
 

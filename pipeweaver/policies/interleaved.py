@@ -31,7 +31,13 @@ FORWARD, BACKWARD = 1, 2
 
 
 def place(
-    graph: ModelGraph, workers: int, costs: Costs, shares: Sequence[Share], options: PolicyOptions = DEFAULTS
+    graph: ModelGraph,
+    workers: int,
+    costs: Costs,
+    shares: Sequence[Share],
+    options: PolicyOptions = DEFAULTS,
+    *,
+    dtype: str = "float32",
 ) -> Placement:
     """`options.pieces_per_worker` pieces of the concatenated modules per worker."""
     return place_contiguous(graph, workers, costs, shares, options, pieces_per_worker=options.pieces_per_worker)

@@ -46,6 +46,7 @@ def place_contiguous(
     shares: Sequence[Share],
     options: PolicyOptions = DEFAULTS,
     *,
+    dtype: str = "float32",
     pieces_per_worker: int = 1,
 ) -> Placement:
     """The concatenated modules in workers * pieces_per_worker pieces of even cost."""
@@ -73,6 +74,7 @@ def plan_in_units(name: str, order: UnitOrder) -> PlanStep:
         rounds: int,
         forward_only: bool = False,
         options: PolicyOptions = DEFAULTS,
+        dtype: str = "float32",
     ) -> Draft:
         parts = cut_parts(graph, placement, share, {})
         backward = has_backward(graph, placement)

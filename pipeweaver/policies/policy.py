@@ -16,7 +16,8 @@ from pipeweaver.schedule.ir import Draft, Placement
 class Place(Protocol):
     """Chunks on workers, for a whole run, from a sample of its batches (one share per batch and replica).
 
-    Raises ValueError if the layers do not suffice, or the sample is empty.
+    `dtype` is what tensors between chunks are in. Raises ValueError if the layers do not suffice, or the sample
+    is empty.
     """
 
     def __call__(
@@ -26,6 +27,8 @@ class Place(Protocol):
         costs: Costs,
         shares: Sequence[Share],
         options: PolicyOptions = DEFAULTS,
+        *,
+        dtype: str = "float32",
     ) -> Placement: ...
 
 
@@ -51,6 +54,7 @@ class PlanStep(Protocol):
         rounds: int,
         forward_only: bool = False,
         options: PolicyOptions = DEFAULTS,
+        dtype: str = "float32",
     ) -> Draft: ...
 
 

@@ -59,6 +59,7 @@ def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) 
                 rounds=planning.rounds,
                 forward_only=forward_only,
                 options=planning.options,
+                dtype=planning.dtype,
             ),
             planning.costs,
             dtype=planning.dtype,

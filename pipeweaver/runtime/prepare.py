@@ -84,7 +84,8 @@ def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_byte
     replicas = job.workers.replicas
     batches = [batch for i in range(SAMPLE_BATCHES) if (batch := loader.peek(i)) is not None]
     shares = [share for batch in batches for share in share_out(graph, batch, replicas, costs)]
-    placement = POLICIES[job.policy.name].place(graph, job.workers.pipeline, costs, shares, job.policy.options)
+    policy = POLICIES[job.policy.name]
+    placement = policy.place(graph, job.workers.pipeline, costs, shares, job.policy.options, dtype=job.run.dtype)
     return planning(job, graph, placement, costs, budget_bytes)
 
 

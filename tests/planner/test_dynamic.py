@@ -54,7 +54,7 @@ def test_a_budget_that_suffices_for_one_microbatch_at_a_time_is_always_kept(name
     free = planned(graph, placement, share, costs)
     tightest = min(
         max(compile_plan(graph, share, in_turn(graph, placement, share, costs, choice), costs).prediction.peak_bytes)
-        for choice in dynamic._choices(graph, placement, share, costs, PolicyOptions(), False)
+        for choice in dynamic._choices(dynamic._Problem(graph, placement, share, costs, PolicyOptions(), "float32"))
     )
     budget = tightest + int(generosity * max(0, max(free.prediction.peak_bytes) - tightest))
     planned(graph, placement, share, costs, budget_bytes=budget)
