@@ -118,7 +118,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "optimizer", "costs"))
     run = toml.convert(document, "run", Run)
     workers = toml.convert(document, "workers", Workers)
-    policy = _policy(document, run)
+    policy = _policy(document)
     names = [name for name in toml.table_at(document, "model") if name != "flows"]
     if not names:
         raise document.error("model", "missing; a job needs at least one module, such as [model.language]")
@@ -170,16 +170,15 @@ _EFFECTIVE = {
 """Policies that look at an option."""
 
 
-def _policy(document: toml.Document, run: Run) -> Policy:
+def _policy(document: toml.Document) -> Policy:
     """[policy]: the policy's name, its rounds and its options stand in one table."""
-    # Tensors between chunks have the dtype that the run computes in.
-    options = [field.encode_name for field in msgspec.structs.fields(PolicyOptions) if field.name != "dtype"]
+    options = [field.encode_name for field in msgspec.structs.fields(PolicyOptions)]
     toml.check_keys(document, "policy", ("name", "rounds", *options))
     policy = toml.convert(document, "policy", Policy, ignore=options)
     if policy.name not in POLICIES:
         raise document.error("policy.name", f"expected one of {', '.join(POLICIES)}")
     found = toml.convert(document, "policy", PolicyOptions, ignore=("name", "rounds"))
-    return msgspec.structs.replace(policy, options=msgspec.structs.replace(found, dtype=run.dtype))
+    return msgspec.structs.replace(policy, options=found)
 
 
 _FLOW = re.compile(r"\s*([\w-]+)\.([\w-]+)\s*->\s*([\w-]+)(?:\.([\w-]+))?\s*")

@@ -235,4 +235,4 @@ def test_every_key_is_documented() -> None:
         section = page.partition(f"# {title}")[2].partition("\n#")[0]
         documented = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section, flags=re.M))))
         keys = {field.encode_name for record in found for field in msgspec.structs.fields(record)}
-        assert documented - {"key"} == keys - {"options"} - ({"dtype"} if title == "[policy]" else set()), title
+        assert documented - {"key"} == keys - {"options"}, title
