@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from pipeweaver.data.items import Item, linked
 from pipeweaver.model.part import PartView
 from pipeweaver.runtime.clock import make_clock
 from pipeweaver.runtime.describe import describe
+from pipeweaver.runtime.loading import Loaded, Loads
 from pipeweaver.runtime.optimizer import clip_factor
 from pipeweaver.runtime.rows import Piece, arriving, backwards, combine, take
 from pipeweaver.runtime.stage import StageState, run_backward, run_forward
@@ -42,8 +44,6 @@ from pipeweaver.schedule.ir import (
 
 if TYPE_CHECKING:
     from pipeweaver.runtime.worker import Worker
-
-Loaded = Mapping[str, Tensor]
 
 
 class Loader(Protocol):
@@ -69,6 +69,8 @@ class Execution:
         self.gradient_norm: float | None = None
         self.losses: dict[str, float] = {}
         self._loss_sums: dict[str, Tensor | float] = dict.fromkeys(sorted(plan.normalisers), 0.0)
+        wanted = [action for action in plan.actions[self.address.worker] if isinstance(action, Load)]
+        self._loads = Loads([partial(self._content, action) for action in wanted], worker.loading, worker.loads_ahead)
         self._loaded: dict[tuple[int, int], Loaded] = {}
         self._states: dict[tuple[int, int], StageState] = {}
         self._gradients: dict[tuple[int, int], Mapping[str, Tensor]] = {}
@@ -142,10 +144,17 @@ class Execution:
         return describe(self.plan, self.address, actions[at])
 
     def _load(self, action: Load) -> None:
+        device, dtype = self.worker.device, self.worker.dtype
+        content = {name: _to_device(tensor, device, dtype) for name, tensor in self._loads.take().items()}
+        self._allocate(action.allocations, content)
+
+    def _content(self, action: Load) -> Loaded:
+        """What an action loads, on the host. May run in a thread, ahead of the action."""
         items = self.plan.stage_items(action.chunk, action.part)
         loaded = self.worker.load(items, self.plan.records, action.names)
-        content = {name: _to_device(loaded[name], self.worker.device, self.worker.dtype) for name in action.names}
-        self._allocate(action.allocations, content)
+        # Only pinned memory is copied to the device without holding up the host.
+        pin = self.worker.device.type == "cuda"
+        return {name: loaded[name].pin_memory() if pin else loaded[name] for name in action.names}
 
     def _post(self, action: Post) -> None:
         transfer = self.plan.transfers[action.transfer]
@@ -307,7 +316,8 @@ class Execution:
 
 def _to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Floating-point content takes the model's dtype, everything else keeps its own."""
-    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+    moved = tensor.to(device, non_blocking=True)
+    return moved.to(dtype) if tensor.is_floating_point() else moved
 
 
 def _common(plan: Plan) -> str:

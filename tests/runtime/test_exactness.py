@@ -6,11 +6,13 @@ parameters after three AdamW steps with clipping active.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from pipeweaver.runtime.optimizer import OptimizerConfig
-from tests.runtime.cases import Case, make_batch, make_graph, make_plans, num_layers, pairwise
+from tests.runtime.cases import CHOICES, Case, make_batch, make_graph, make_plans, num_layers, pairwise
 from tests.runtime.processes import Job, Pool
 from tests.runtime.threads import SingleProcess, assert_close, local_workers, run_steps
 
@@ -48,6 +50,14 @@ def test_a_schedule_equals_a_single_process(case: Case) -> None:
         single.step(batch, rate)
     for worker in workers.values():
         assert_close(dict(worker.parameters), dict(single.parameters))
+
+
+def test_every_pair_of_choices_occurs():
+    cases = pairwise(seed=0)
+    names = list(CHOICES)
+    for one, other in itertools.combinations(names, 2):
+        found = {(getattr(case, one), getattr(case, other)) for case in cases}
+        assert found == set(itertools.product(CHOICES[one], CHOICES[other])), (one, other)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 import torch
@@ -256,3 +258,42 @@ def test_a_split_backward_is_refused_by_name():
     plan = msgspec.structs.replace(plan, actions=tuple(map(tuple, actions)))
     with pytest.raises(ValueError, match="stage 3W0: phase W of a split backward cannot be run"):
         run_steps(local_workers(graph, plan.placement, 1), [[plan]])
+
+
+def test_loading_ahead_changes_nothing_but_the_thread():
+    graph = graph_of("encoder")
+    batch = batch_of("mixed", graph, 2, seed=1)
+    plans = planned(graph, batch)
+    gradients = []
+    for ahead in (0, 1, 50):
+        workers = local_workers(graph, plans[0].placement, 1, loads_ahead=ahead)
+        names = set()
+        for worker in workers.values():
+            worker.load = watching(worker.load, names)
+        run_steps(workers, [plans])
+        assert all(name.startswith("loading") == (ahead > 0) for name in names)
+        gradients.append({n: p.grad.clone() for w in workers.values() for n, p in w.parameters.items()})
+    for found in gradients[1:]:
+        assert all(torch.equal(found[name], gradient) for name, gradient in gradients[0].items())
+
+
+def test_an_error_of_the_data_set_arrives_where_the_part_is_needed():
+    graph = graph_of("encoder")
+    plans = planned(graph, batch_of("mixed", graph, 2, seed=1))
+    for ahead in (0, 2):
+        workers = local_workers(graph, plans[0].placement, 1, loads_ahead=ahead)
+
+        def missing(items, records, names):
+            raise ValueError(f"image 7 of sample {items[0].draw} is missing")
+
+        workers[0, 1].load = missing
+        with pytest.raises(ValueError, match="image 7 of sample 0 is missing"):
+            run_steps(workers, [plans])
+
+
+def watching(load, names):
+    def run(*arguments):
+        names.add(threading.current_thread().name)
+        return load(*arguments)
+
+    return run

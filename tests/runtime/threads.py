@@ -34,9 +34,9 @@ def local_workers(
     return {address: make_worker(graph, placement, hub.end(address), optimizer, **more) for address in hub.addresses}
 
 
-def make_worker(graph, placement, transport, optimizer=None, dtype=torch.float64, **more) -> Worker:
+def make_worker(graph, placement, transport, optimizer=None, dtype=torch.float64, device=None, **more) -> Worker:
     chunks = [placement.chunks[i] for i in placement.on(transport.address.worker)]
-    modules = materialise(graph, chunks, seed=SEED, dtype=dtype)
+    modules = materialise(graph, chunks, seed=SEED, dtype=dtype, device=device or "cpu")
     return Worker(
         graph,
         modules=modules,
@@ -46,6 +46,7 @@ def make_worker(graph, placement, transport, optimizer=None, dtype=torch.float64
         optimizer=optimizer or OptimizerConfig(clip_norm=0.0),
         seed=SEED,
         dtype=dtype,
+        device=device,
         **more,
     )
 
