@@ -10,7 +10,8 @@ knows its form.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -161,8 +162,17 @@ class TableCosts:
                 f"{len(missing)} kinds of layers are not in the calibration ({table.source}): "
                 f"{', '.join(missing)}; calibrate this model anew"
             )
+        self._permille: dict[str, int] = {}
         self._runs: dict[Chunk, tuple[_Run, ...]] = {}
         self._parameters = _parameters(graph, getattr(torch, table.dtype))
+
+    def corrected(self, factors: Mapping[str, float]) -> TableCosts:
+        """The same costs with times of stages multiplied by a factor per module (`correct.py`); 1 where there is none."""
+        found = copy.copy(self)
+        found._permille = {module: round(1000 * factor) for module, factor in factors.items()}
+        listed = ", ".join(f"{module} by {permille / 1000:g}" for module, permille in found._permille.items())
+        found.source = f"{self.table.source}, corrected: {listed}" if listed else self.table.source
+        return found
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         """Cost of running `items` through `chunk`; `links[i]` are the source items linked to items[i]."""
@@ -192,9 +202,10 @@ class TableCosts:
                 saved += run.repeats * own + (run.repeats if run is not last else run.repeats - 1) * carried
                 shared += layer.shared_bytes.at(sizes)
                 later = saved
+        permille = self._permille.get(chunk.module, 1000)
         return StageCost(
-            forward_ns=forward,
-            backward_ns=backward + self.table.stage.backward_ns if has_backward else 0,
+            forward_ns=forward * permille // 1000,
+            backward_ns=(backward + self.table.stage.backward_ns) * permille // 1000 if has_backward else 0,
             load_ns=load_ns,
             loaded_bytes=loaded,
             saved_bytes=saved + shared,
@@ -219,7 +230,7 @@ class TableCosts:
                 growing += run.repeats * evaluate(cost.coefficients, sizes)
         constant = constant // UNIT + self.table.stage.forward_ns
         constant += self.table.stage.backward_ns if any(run.variant.backward for run in runs) else 0
-        return growing + constant * rows // max(1, most_rows)
+        return (growing + constant * rows // max(1, most_rows)) * self._permille.get(module, 1000) // 1000
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
         if sender == receiver:

@@ -140,6 +140,22 @@ def test_useful_work_is_never_more_than_any_cut_into_parts_takes(batches, costs)
     assert useful * 5 > together
 
 
+def test_corrected_costs_scale_the_times_of_a_module_and_nothing_else(batches, costs):
+    corrected = costs.corrected({"vision": 1.25})
+    items, links = draw_part(batches, "vision", 2)
+    plain, changed = (c.stage(chunk_of("vision", 0, 2), items, links) for c in (costs, corrected))
+    assert changed.forward_ns == plain.forward_ns * 1250 // 1000
+    assert changed.backward_ns == plain.backward_ns * 1250 // 1000
+    assert changed.saved_bytes == plain.saved_bytes
+    useful = costs.useful_ns("vision", items, links)
+    assert corrected.useful_ns("vision", items, links) == useful * 1250 // 1000
+    texts, sources = draw_part(batches, "language", 2)
+    whole = chunk_of("language", 0, 3)
+    assert corrected.stage(whole, texts, sources) == costs.stage(whole, texts, sources)
+    assert corrected.source == "a profile, corrected: vision by 1.25"
+    assert costs.source == costs.corrected({}).source == "a profile"
+
+
 def test_links_and_reductions(costs):
     assert costs.transfer_ns(0, 0, 1 << 30) == 0
     assert costs.transfer_ns(0, 1, 1 << 19) == pytest.approx(1000 + (1 << 16), rel=0.01)
@@ -202,3 +218,20 @@ def test_variants_tell_circumstances_apart():
     assert whole["vision.before"].needs_grad == ()
     assert whole["language.before"].needs_grad == ("vision",)
     assert whole["language.after"].loss and whole["language.after"].outputs == ()
+
+
+@pytest.mark.gpu
+def test_layers_are_profiled_on_a_gpu(graph, batches, load):
+    layers, stage = profile_layers(
+        graph,
+        batches,
+        load,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        barrier=lambda: None,
+        seconds_per_variant=0.05,
+    )
+    table = merge([Profile(layers=layers, stage=stage)], fingerprint="f", source="a profile", dtype="bfloat16")
+    costs = TableCosts(table, graph)
+    cost = costs.stage(chunk_of("language", 0, 3), *draw_part(batches, "language", 1))
+    assert min(cost.forward_ns, cost.backward_ns, cost.saved_bytes, cost.backward_workspace_bytes) > 0

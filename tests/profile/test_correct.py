@@ -1,0 +1,70 @@
+"""Corrections find the true factor when plans follow them a step behind, and one bad step does little."""
+
+import pytest
+from msgspec.structs import replace
+
+from pipeweaver.data.items import Item
+from pipeweaver.profile.correct import updated
+from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Part, Placement, Plan, Span, Stage
+
+
+def plan_of(durations):
+    """One stage per module, of the given durations, on one worker."""
+    chunks = [Chunk(task="main", module=name, start=0, stop=1, worker=0) for name in durations]
+    items = [Item(task="main", draw=0, module=name, position=0, sizes={"tokens": 1}) for name in durations]
+    actions = [Compute(stage=Stage(i, 0, "F"), duration_ns=ns) for i, ns in enumerate(durations.values())]
+    return Plan(
+        step=0,
+        replica=0,
+        num_replicas=1,
+        policy="by hand",
+        seed=0,
+        rounds=0,
+        forward_only=False,
+        items=tuple(items),
+        links=(),
+        records={},
+        placement=Placement(workers=1, chunks=tuple(chunks)),
+        parts=tuple((Part(items=(i,), microbatch=0),) for i in range(len(chunks))),
+        order=((),),
+        edges=(),
+        transfers=(),
+        groups=(),
+        normalisers={},
+        actions=(tuple(actions),),
+        static_bytes=(0,),
+    )
+
+
+def measurement_of(durations):
+    spans, now = [], 0
+    for ns in durations.values():
+        spans.append(Span(now, now + ns))
+        now += ns
+    return Measurement(spans=(tuple(spans),), transfers=(), step_ns=now)
+
+
+def test_factors_find_the_truth_with_plans_made_a_step_ahead():
+    true, table = {"vision": 130_000, "language": 80_000}, {"vision": 100_000, "language": 100_000}
+    factors = [{}, {}]
+    for _ in range(40):
+        planned = {name: round(ns * factors[-2].get(name, 1.0)) for name, ns in table.items()}
+        factors.append(updated(factors[-1], [plan_of(planned)], [measurement_of(true)]))
+    assert factors[-1]["vision"] == pytest.approx(1.3, rel=0.01)
+    assert factors[-1]["language"] == pytest.approx(0.8, rel=0.01)
+
+
+def test_one_disturbed_step_does_little():
+    plan = plan_of({"vision": 1_000})
+    assert updated({}, [plan], [measurement_of({"vision": 1_000_000})])["vision"] < 1.25
+
+
+def test_modules_without_stages_keep_their_factor():
+    plan = plan_of({"vision": 1_000})
+    assert updated({"language": 1.1}, [plan], [measurement_of({"vision": 1_000})]) == {"language": 1.1, "vision": 1.0}
+
+
+def test_replicas_count_together():
+    plans = [plan_of({"vision": 1_000}), replace(plan_of({"vision": 3_000}), replica=1)]
+    measured = [measurement_of({"vision": 2_000}), measurement_of({"vision": 2_000})]
+    assert updated({}, plans, measured)["vision"] == pytest.approx(1.0)
