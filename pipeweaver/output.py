@@ -19,6 +19,7 @@ import msgspec
 
 from pipeweaver.config import Job
 from pipeweaver.report.metrics import MetricsWriter
+from pipeweaver.report.picture import write_picture
 from pipeweaver.report.trace import write_trace
 from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.train import StepReport
@@ -36,10 +37,13 @@ def write_plans(folder: Path, plans: Sequence[Plan]) -> list[Path]:
     """Plans of one step as a file, a trace and a picture of what is predicted; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     step = plans[0].step
-    plan, trace = (folder / f"{name}-{step:06d}.json" for name in ("plan", "trace"))
+    plan, picture, trace = (
+        folder / name for name in (f"plan-{step:06d}.json", f"timeline-{step:06d}.png", f"trace-{step:06d}.json")
+    )
     save_plans(plans, plan)
     write_trace(trace, plans)
-    return [plan, trace]
+    write_picture(picture, plans)
+    return [plan, picture, trace]
 
 
 def clear(job: Job, *, overwrite: bool) -> None:
@@ -96,3 +100,4 @@ class Output:
 def _draw(folder: Path, report: StepReport) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_trace(folder / "trace.json", report.plans, report.measurements)
+    write_picture(folder / "timeline.png", report.plans, report.measurements)

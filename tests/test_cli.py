@@ -1,0 +1,171 @@
+"""The command as a user meets it: help at once, mistakes in one line with exit code 2, a run from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeweaver import cli
+
+ROOT = Path(__file__).parents[1]
+DIGITS = str(ROOT / "examples" / "digits.toml")
+SMALL = [
+    f"--set={setting}"
+    for setting in (
+        "run.steps=2",
+        "run.evaluate_every=1",
+        "model.vision.layers=2",
+        "model.vision.hidden=16",
+        "model.vision.output=16",
+        "model.language.layers=2",
+        "model.language.hidden=16",
+        "task.tokens_per_microbatch=256",
+        "task.microbatches=2",
+        "task.data.max_tokens=256",
+        "task.data.held_out_records=4",
+        "optimizer.warmup_steps=0",
+    )
+]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pipeweaver", *arguments]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One calibration for all of these tests, kept apart from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(*arguments: str, cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def test_help_names_the_commands_and_needs_no_torch() -> None:
+    script = (
+        "import sys, pipeweaver.cli\n"
+        "try: pipeweaver.cli.app(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in ("plan", "train", "calibrate"):
+        assert name in done.stdout
+
+
+def mistake(*arguments: str) -> str:
+    """What is told of a mistake: one line on stderr, after nothing on stdout, and exit code 2."""
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    return done.stderr.removeprefix("error: ").rstrip()
+
+
+@pytest.mark.parametrize("name", ["plan", "train", "calibrate"])
+def test_mistakes_are_one_line_and_exit_code_2(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[run]\nstepz = 1\n[model.a]\ntype = 'language'\n")
+    assert mistake(name, str(path)) == f"{path}:2: run.stepz = 1: unknown key; did you mean steps?"
+    expected = "--set run.steps=0: run.steps = 0: expected a whole number >= 1"
+    assert mistake(name, DIGITS, "--set", "run.steps=0") == expected
+    disagreeing = ["model.language.vocab=258", "model.language.placeholders={vision=3}"]
+    expected = f"{DIGITS}: model.language.vocab = 258: the data has 259 tokens; set it to that or more"
+    assert mistake(name, DIGITS, *(f"--set={setting}" for setting in disagreeing)) == expected
+
+
+def test_a_mistake_ends_the_process_with_exit_code_2() -> None:
+    done = run("train", "nowhere.toml")
+    assert done.returncode == 2
+    assert done.stderr == "error: nowhere.toml: cannot be read: No such file or directory\n"
+
+
+def test_unknown_commands_and_options() -> None:
+    assert run("trian", DIGITS).returncode == 2
+    done = run("train", DIGITS, "--stes", "3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = run("train", DIGITS, *SMALL, f"--set=run.output={output}")
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [0, 1]
+    assert len((output / "evaluations.jsonl").read_text().splitlines()) == 2
+    assert json.loads((output / "trace.json").read_text())["traceEvents"]
+    assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "step 2/2  loss " in done.stdout
+    assert "held-out: 4 samples, loss " in done.stdout
+    for name in ("metrics.jsonl", "timeline.png", "trace.json", "plans"):
+        assert f"wrote {output / name}" in done.stdout
+    # A second run does not mix with the first.
+    again = run("train", DIGITS, *SMALL, f"--set=run.output={output}")
+    assert again.returncode == 2
+    assert f"error: {output} holds an earlier run (metrics.jsonl)" in again.stderr
+
+
+def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = run("plan", DIGITS, *SMALL, f"--set=run.output={output}")
+    assert done.returncode == 0, done.stderr
+    for words in ("peak memory", "items per part", "predicted step time", "no schedule of these stages takes less"):
+        assert words in done.stdout
+    assert sorted(path.name for path in output.iterdir()) == [
+        "plan-000000.json",
+        "timeline-000000.png",
+        "trace-000000.json",
+    ]
+
+
+def test_a_budget_that_no_plan_fits_names_worker_and_missing_bytes(tmp_path: Path) -> None:
+    told = mistake("plan", DIGITS, *SMALL, f"--set=run.output={tmp_path}", "--set=workers.memory=1 KB")
+    assert re.search(r"worker \d needs [\d,]+ bytes .* [\d,]+ more than the budget of 1,000; ", told)
+    assert told.endswith("use more workers, smaller microbatches, or a larger budget")
+
+
+def test_ctrl_c_ends_all_workers(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--set=run.steps=100000", f"--set=run.output={tmp_path / 'out'}"]
+    with subprocess.Popen(
+        command("train", DIGITS, *arguments),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        while line and not line.startswith("step 1/"):
+            line = process.stdout.readline()
+        workers = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    assert len(workers) == 2
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlived its launcher"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
