@@ -1,0 +1,375 @@
+"""How fast and how predictable is a real training step: two workers, one core and one thread each.
+
+    python -m benchmarks.runtime [--quick]
+
+Three ways run the same batches of `runtime.toml` with the same initial parameters, in alternating blocks of
+steps: our `dynamic` policy; our `1f1b` on the contiguous split that emulates fastest on this mix; and torch's
+`Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead,
+receipt of the plan and loading included; for torch neither loading nor padding is timed. Figures are medians
+of ratios between the same step of two ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import machine
+from benchmarks.torch_pipeline import FirstStage, LastStage, Padded, TorchPipeline, pad, shapes
+from pipeweaver.calibrate import calibrated_costs, conditions
+from pipeweaver.config import Job, load
+from pipeweaver.costs import Costs
+from pipeweaver.data.dataset import Dataset, load_part
+from pipeweaver.data.items import Batch
+from pipeweaver.model.build import materialise, materialise_all, named_parameters
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.assign import single_share
+from pipeweaver.planner.partition import split_placement
+from pipeweaver.policies import POLICIES
+from pipeweaver.runtime import prepare, process
+from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
+from pipeweaver.runtime.exchange import Exchange, Finish, RunPlan
+from pipeweaver.runtime.join import Membership, join
+from pipeweaver.runtime.launch import launch
+from pipeweaver.runtime.transport import ProcessTransport
+from pipeweaver.runtime.worker import StepResult, Worker
+from pipeweaver.schedule.emulate import emulate
+from pipeweaver.schedule.ir import Chunk, Compute, Placement, Plan, Span
+
+CONFIG = Path(__file__).with_name("runtime.toml")
+BLOCK = 5
+"""Steps that one way runs before the next has its turn; the first is not counted."""
+SAMPLE = 8
+"""Batches that static splits are compared on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What a worker knows after a step; the loss of torch's schedule is known to its last stage alone."""
+
+    plan: Plan | None
+    spans: tuple[Span, ...]
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A counted step: from the end of the one before, on both workers. No plan under torch's schedule."""
+
+    plan: Plan | None
+    step_ns: int
+    spans: tuple[tuple[Span, ...], ...]
+
+
+def main() -> None:
+    if process.is_worker():
+        process.tie_to_parent()
+        process.run_worker(lambda: work(Path(sys.argv[1]), int(sys.argv[2])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps, within a minute")
+    blocks = 2 if parser.parse_args().quick else 6
+    cores = machine.cores(2)
+    before = machine.probe(cores)
+    machine.report("start", before)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        code = launch([sys.executable, "-m", "benchmarks.runtime", str(path), str(blocks)], num_workers=2)
+        if code:
+            sys.exit(code)
+        figures = json.loads(path.read_text())
+    after = machine.probe(cores)
+    machine.report("end", after)
+    show(figures)
+    machine.exit_if_busy(before, after)
+    print(json.dumps(figures))
+
+
+def work(path: Path, blocks: int) -> None:
+    """What each of the two workers does; the first writes the figures."""
+    job = load(CONFIG)
+    membership = join(job.workers, job.run.device)
+    torch.set_num_threads(1)
+    transport = ProcessTransport(membership.workers, membership.device)
+    exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
+    graph = prepare.job_graph(job)
+    dataset = prepare.job_datasets(job)["train"]
+    batches = list(islice(prepare.job_loader(job, dataset), blocks * BLOCK))
+    load_items = partial(load_part, {job.task.name: dataset})
+    with exchange.heartbeat():
+        costs = calibrated_costs(
+            graph,
+            batches[:SAMPLE],
+            load_items,
+            transport=transport,
+            exchange=exchange,
+            conditions=conditions(job.workers, membership.device, job.run.dtype),
+            device=membership.device,
+            cache=job.costs.cache,
+        )
+        comparison = Comparison(job, membership, exchange, transport, dataset, batches, costs)
+        comparison.run()
+    if membership.is_first:
+        path.write_text(json.dumps(figures(comparison)))
+    transport.close()
+
+
+class Comparison:
+    """All ways of running a step, side by side in one pair of processes."""
+
+    def __init__(
+        self, job: Job, membership: Membership, exchange: Exchange, transport: ProcessTransport, dataset: Dataset,
+        batches: Sequence[Batch], costs: Costs | None,
+    ) -> None:  # fmt: skip
+        self.job, self.membership, self.exchange, self.transport = job, membership, exchange, transport
+        self.batches = batches
+        graph = prepare.job_graph(job)
+        load_items = partial(load_part, {job.task.name: dataset})
+        self.planning: dict[str, Planning] = {}
+        if costs is not None:
+            shares = [single_share(graph, batch) for batch in batches[:SAMPLE]]
+            dynamic = POLICIES["dynamic"].place(graph, 2, costs, shares, job.policy.options)
+            static = best_split(job, graph, costs, batches[:SAMPLE])
+            self.planning = {
+                "dynamic": planning(job, graph, costs, "dynamic", dynamic),
+                "1f1b": planning(job, graph, costs, "1f1b", static),
+            }
+        placements = [{name: way.placement for name, way in self.planning.items()}]
+        dist.broadcast_object_list(placements)
+        self.workers = {name: self._worker(graph, placement, load_items) for name, placement in placements[0].items()}
+        vision, language = job.modules["vision"], job.modules["language"]
+        self.shape = shapes(batches, job.task.tokens_per_microbatch)
+        self.padded = [pad(batch, load_items, self.shape, vision.merge) for batch in batches]
+        self.torch = TorchPipeline(
+            membership.rank,
+            torch_layers(graph, membership.rank, job.run.seed),
+            self.shape,
+            job.task.microbatches,
+            self.padded[0],
+            language.hidden,
+            language.vocab,
+            job.optimizer,
+        )
+        self.measured: dict[str, list[Step]] = {name: [] for name in (*self.workers, "torch")}
+        self.losses: dict[str, float] = {}
+        self._blocks = 0
+
+    def run(self) -> None:
+        """Every way over all batches in blocks, the order turning from block to block."""
+        ways = [*self.workers, "torch"]
+        for way in ways:  # not counted: kernels are chosen, buffers allocated, connections made
+            self._block(way, [0, 0])
+        for start in range(0, len(self.batches), BLOCK):
+            turn = (start // BLOCK) % len(ways)
+            for way in ways[turn:] + ways[:turn]:
+                self.measured[way] += self._block(way, list(range(start, min(start + BLOCK, len(self.batches)))))
+
+    def _worker(self, graph: ModelGraph, placement: Placement, load_items: Load) -> Worker:
+        job, device = self.job, self.membership.device
+        chunks = [placement.chunks[number] for number in placement.on(self.membership.address.worker)]
+        modules = materialise(graph, chunks, seed=job.run.seed, device=device, dtype=torch.float32)
+        return Worker(
+            graph,
+            modules=modules,
+            parameters=named_parameters(graph, modules),
+            transport=self.transport,
+            load=load_items,
+            optimizer=job.optimizer,
+            seed=job.run.seed,
+            device=device,
+        )
+
+    def _block(self, way: str, numbers: list[int]) -> list[Step]:
+        """Run a way on these batches. All steps but the first: that one finds its plan ready, which is not typical."""
+        self._blocks += 1
+        ends, results = [], []
+        for result in self._torch_block(numbers) if way == "torch" else self._our_block(way, numbers):
+            ends.append(time.perf_counter_ns())
+            results.append(result)
+        # One clock for both, this machine's. A step ends when the later worker's does.
+        together = [max(pair) for pair in zip(*_gather(ends), strict=True)]
+        spans = list(zip(*_gather([result.spans for result in results]), strict=True))
+        if way not in self.losses:
+            self.losses[way] = _gather(results[0].loss)[1]
+        return [
+            Step(plan=results[i].plan, step_ns=together[i] - together[i - 1], spans=spans[i])
+            for i in range(1, len(numbers))
+        ]
+
+    def _our_block(self, way: str, numbers: list[int]) -> Iterator[Ran]:
+        """Plans are made one step ahead by a thread of the first rank, as in training."""
+        worker, base = self.workers[way], self._blocks * 1000
+        ahead = None
+        if self.membership.is_first:
+            chosen = self.planning[way]
+            orders = (Order(plans=plan_batch(chosen, self.batches[i]), step=self.batches[i].step) for i in numbers)
+            ahead = Ahead(orders, self.exchange, num_replicas=1, readers=2, first=base)
+        for number in range(base, base + len(numbers) + 1):
+            message = self.exchange.receive(number, 0)
+            if ahead is not None:
+                ahead.started(number)
+            if isinstance(message, Finish):
+                break
+            assert isinstance(message, RunPlan)
+            result = worker.run(message.plan)
+            yield Ran(plan=message.plan, spans=result.spans, loss=sum(result.losses.values()))
+        if ahead is not None:
+            ahead.close()
+
+    def _torch_block(self, numbers: list[int]) -> Iterator[Ran]:
+        self.transport.barrier()
+        for number in numbers:
+            yield Ran(plan=None, spans=(), loss=self.torch.step(self.padded[number]))
+
+
+def _gather(mine):  # type: ignore[no-untyped-def]
+    """What both workers have, by rank."""
+    both = [None, None]
+    dist.all_gather_object(both, mine)
+    return both
+
+
+def planning(job: Job, graph: ModelGraph, costs: Costs, policy: str, placement: Placement) -> Planning:
+    chosen = msgspec.structs.replace(job, policy=msgspec.structs.replace(job.policy, name=policy))
+    return prepare.planning(chosen, graph, placement, costs, None)
+
+
+def best_split(job: Job, graph: ModelGraph, costs: Costs, batches: Sequence[Batch]) -> Placement:
+    """Of all contiguous splits of the two modules over two workers, the one with the shortest emulated steps."""
+    total = sum(len(module.layers) for module in graph.modules)
+
+    def mean_ns(first: int) -> float:
+        way = planning(job, graph, costs, "1f1b", contiguous(graph, first))
+        return statistics.fmean(predicted(plan_batch(way, batch)) for batch in batches)
+
+    return contiguous(graph, min(range(1, total), key=mean_ns))
+
+
+def contiguous(graph: ModelGraph, first: int) -> Placement:
+    """`first` of all layers, one module after the other, on worker 0, the rest on worker 1."""
+    chunks, left = [], first
+    for module in graph.modules:
+        size = len(module.layers)
+        cut = min(left, size)
+        left -= cut
+        for worker, (start, stop) in enumerate(((0, cut), (cut, size))):
+            if start < stop:
+                chunks.append(Chunk(task="main", module=module.name, start=start, stop=stop, worker=worker))
+    return Placement(workers=2, chunks=tuple(chunks))
+
+
+def torch_layers(graph: ModelGraph, rank: int, seed: int) -> dict[str, nn.Module]:
+    """The layers of torch's stage `rank`: the encoder and half of the language model, or the other half."""
+    language = graph.by_name["language"]
+    half = len(language.layers) // 2
+    encoder = Chunk(task="main", module="vision", start=0, stop=len(graph.by_name["vision"].layers), worker=0)
+    chunks = (
+        [encoder, Chunk(task="main", module="language", start=0, stop=half, worker=0)]
+        if rank == 0
+        else [Chunk(task="main", module="language", start=half, stop=len(language.layers), worker=1)]
+    )
+    return materialise(graph, chunks, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def predicted_ns(plans: Sequence[Plan]) -> int:
+    return max(plan.prediction.step_ns for plan in plans if plan.prediction)
+
+
+def emulated_ns(step: Step) -> int:
+    """The step emulated again, its stages taking as long as they were measured, all else as predicted."""
+    assert step.plan is not None
+    actions = tuple(
+        tuple(
+            msgspec.structs.replace(action, duration_ns=span.end_ns - span.start_ns)
+            if isinstance(action, Compute)
+            else action
+            for action, span in zip(listed, spans, strict=True)
+        )
+        for listed, spans in zip(step.plan.actions, step.spans, strict=True)
+    )
+    (timeline,) = emulate([msgspec.structs.replace(step.plan, actions=actions)], "none")
+    return max(spans[-1].end_ns for spans in timeline.spans)
+
+
+def figures(comparison: Comparison) -> dict[str, object]:
+    ours, static, theirs = (comparison.measured[way] for way in ("dynamic", "1f1b", "torch"))
+    losses = comparison.losses
+    for way, loss in losses.items():
+        assert abs(loss - losses["dynamic"]) < 1e-3 * losses["dynamic"], f"losses differ: {losses}"
+    errors = [abs(step.plan.prediction.step_ns / step.step_ns - 1) for step in ours if step.plan and step.plan.prediction]
+    overheads = [step.step_ns / emulated_ns(step) - 1 for step in ours]
+    return {
+        "vs_torch_1f1b": ratio(theirs, ours),
+        "vs_best_static": ratio(static, ours),
+        "overhead": statistics.median(overheads),
+        "prediction_error_median": statistics.median(errors),
+        "padding_share": padding_share(comparison),
+        "torch_padding_share": torch_padding_share(comparison),
+        "emulated_vs_best_static": statistics.median(
+            b.plan.prediction.step_ns / a.plan.prediction.step_ns
+            for a, b in zip(ours, static, strict=True)
+            if a.plan and b.plan and a.plan.prediction and b.plan.prediction
+        ),
+        "steps": len(ours),
+        "step_ms": {way: round(statistics.median(s.step_ns for s in steps) / 1e6, 1) for way, steps in comparison.measured.items()},
+        "loss": losses,
+        "placement": {
+            way: [str(chunk) for chunk in chosen.placement.chunks] for way, chosen in comparison.planning.items()
+        },
+    }
+
+
+def ratio(slow: Sequence[Step], fast: Sequence[Step]) -> float:
+    """Median over the steps of how much faster the second way ran the same batch."""
+    return statistics.median(a.step_ns / b.step_ns for a, b in zip(slow, fast, strict=True))
+
+
+def padding_share(comparison: Comparison) -> float:
+    """Share of the rows that our plans process that belong to no item."""
+    processed, real = 0, 0
+    for step in comparison.measured["dynamic"]:
+        assert step.plan is not None
+        real += sum(item.sizes["tokens"] for item in step.plan.items)
+        chunks = step.plan.placement.chunks
+        first = [c for c, chunk in enumerate(chunks) if chunk.start == 0]
+        for edge in step.plan.edges:
+            if edge.input == "x" and edge.source[0] in first:
+                processed += edge.num_rows
+    return processed / real - 1
+
+
+def torch_padding_share(comparison: Comparison) -> float:
+    """Share of the forward FLOPs of torch's stages that go into padding, on the first batch."""
+    graph = prepare.job_graph(comparison.job)
+    layers = materialise_all(graph, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    batch, padded = comparison.batches[0], comparison.padded[0]
+    stages = FirstStage(layers, comparison.shape), LastStage(layers)
+    with torch.no_grad(), FlopCounterMode(display=False) as with_padding:
+        for m in range(len(padded.tokens)):
+            row = slice(m, m + 1)
+            x = stages[0](padded.pixels[row], padded.valid[row], padded.features[row], padded.tokens[row], padded.lengths[row])
+            stages[1](x, padded.lengths[row])
+    return 1 - useful / with_padding.get_total_flops()
+
+
+def show(found: dict[str, object]) -> None:
+    print(f"{'figure':28} {'value':>10}")
+    for name, value in found.items():
+        print(f"{name:28} {value:10.4f}" if isinstance(value, float) else f"{name:28} {json.dumps(value)}")
+
+
+if __name__ == "__main__":
+    main()
