@@ -54,7 +54,9 @@ def exit_if_busy(before: dict[str, float], after: dict[str, float]) -> None:
     """Say how far the kernel's times moved; leave with exit code 3 if that is too far to trust what was measured."""
     moved = deviation(before, after)
     if moved > MOST_DEVIATION:
-        print(f"machine busy: the fixed kernel moved by {moved:.1%} between start and end, more than {MOST_DEVIATION:.0%}")
+        print(
+            f"machine busy: the fixed kernel moved by {moved:.1%} between start and end, more than {MOST_DEVIATION:.0%}"
+        )
         sys.exit(BUSY_EXIT)
     print(f"machine quiet: the fixed kernel moved by {moved:.1%}")
 

@@ -26,10 +26,11 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import machine
-from benchmarks.torch_pipeline import FirstStage, LastStage, Padded, TorchPipeline, pad, shapes
+from benchmarks.torch_pipeline import FirstStage, LastStage, TorchPipeline, pad, shapes
 from pipeweaver.calibrate import calibrated_costs, conditions
 from pipeweaver.config import Job, load
 from pipeweaver.costs import Costs
@@ -37,16 +38,17 @@ from pipeweaver.data.dataset import Dataset, load_part
 from pipeweaver.data.items import Batch
 from pipeweaver.model.build import materialise, materialise_all, named_parameters
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.model.reference import run_all
 from pipeweaver.planner.assign import single_share
-from pipeweaver.planner.partition import split_placement
 from pipeweaver.policies import POLICIES
+from pipeweaver.report.metrics import padding_share
 from pipeweaver.runtime import prepare, process
 from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
 from pipeweaver.runtime.exchange import Exchange, Finish, RunPlan
 from pipeweaver.runtime.join import Membership, join
 from pipeweaver.runtime.launch import launch
 from pipeweaver.runtime.transport import ProcessTransport
-from pipeweaver.runtime.worker import StepResult, Worker
+from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Placement, Plan, Span
 
@@ -137,7 +139,7 @@ class Comparison:
         self.job, self.membership, self.exchange, self.transport = job, membership, exchange, transport
         self.batches = batches
         graph = prepare.job_graph(job)
-        load_items = partial(load_part, {job.task.name: dataset})
+        self.load = partial(load_part, {job.task.name: dataset})
         self.planning: dict[str, Planning] = {}
         if costs is not None:
             shares = [single_share(graph, batch) for batch in batches[:SAMPLE]]
@@ -149,10 +151,10 @@ class Comparison:
             }
         placements = [{name: way.placement for name, way in self.planning.items()}]
         dist.broadcast_object_list(placements)
-        self.workers = {name: self._worker(graph, placement, load_items) for name, placement in placements[0].items()}
+        self.workers = {name: self._worker(graph, placement) for name, placement in placements[0].items()}
         vision, language = job.modules["vision"], job.modules["language"]
         self.shape = shapes(batches, job.task.tokens_per_microbatch)
-        self.padded = [pad(batch, load_items, self.shape, vision.merge) for batch in batches]
+        self.padded = [pad(batch, self.load, self.shape, vision.merge) for batch in batches]
         self.torch = TorchPipeline(
             membership.rank,
             torch_layers(graph, membership.rank, job.run.seed),
@@ -177,7 +179,7 @@ class Comparison:
             for way in ways[turn:] + ways[:turn]:
                 self.measured[way] += self._block(way, list(range(start, min(start + BLOCK, len(self.batches)))))
 
-    def _worker(self, graph: ModelGraph, placement: Placement, load_items: Load) -> Worker:
+    def _worker(self, graph: ModelGraph, placement: Placement) -> Worker:
         job, device = self.job, self.membership.device
         chunks = [placement.chunks[number] for number in placement.on(self.membership.address.worker)]
         modules = materialise(graph, chunks, seed=job.run.seed, device=device, dtype=torch.float32)
@@ -186,7 +188,7 @@ class Comparison:
             modules=modules,
             parameters=named_parameters(graph, modules),
             transport=self.transport,
-            load=load_items,
+            load=self.load,
             optimizer=job.optimizer,
             seed=job.run.seed,
             device=device,
@@ -253,7 +255,7 @@ def best_split(job: Job, graph: ModelGraph, costs: Costs, batches: Sequence[Batc
 
     def mean_ns(first: int) -> float:
         way = planning(job, graph, costs, "1f1b", contiguous(graph, first))
-        return statistics.fmean(predicted(plan_batch(way, batch)) for batch in batches)
+        return statistics.fmean(predicted_ns(plan_batch(way, batch)) for batch in batches)
 
     return contiguous(graph, min(range(1, total), key=mean_ns))
 
@@ -309,14 +311,16 @@ def figures(comparison: Comparison) -> dict[str, object]:
     losses = comparison.losses
     for way, loss in losses.items():
         assert abs(loss - losses["dynamic"]) < 1e-3 * losses["dynamic"], f"losses differ: {losses}"
-    errors = [abs(step.plan.prediction.step_ns / step.step_ns - 1) for step in ours if step.plan and step.plan.prediction]
+    errors = [
+        abs(step.plan.prediction.step_ns / step.step_ns - 1) for step in ours if step.plan and step.plan.prediction
+    ]
     overheads = [step.step_ns / emulated_ns(step) - 1 for step in ours]
     return {
         "vs_torch_1f1b": ratio(theirs, ours),
         "vs_best_static": ratio(static, ours),
         "overhead": statistics.median(overheads),
         "prediction_error_median": statistics.median(errors),
-        "padding_share": padding_share(comparison),
+        "padding_share": padding_share([step.plan for step in ours if step.plan]),
         "torch_padding_share": torch_padding_share(comparison),
         "emulated_vs_best_static": statistics.median(
             b.plan.prediction.step_ns / a.plan.prediction.step_ns
@@ -324,7 +328,10 @@ def figures(comparison: Comparison) -> dict[str, object]:
             if a.plan and b.plan and a.plan.prediction and b.plan.prediction
         ),
         "steps": len(ours),
-        "step_ms": {way: round(statistics.median(s.step_ns for s in steps) / 1e6, 1) for way, steps in comparison.measured.items()},
+        "step_ms": {
+            way: round(statistics.median(s.step_ns for s in steps) / 1e6, 1)
+            for way, steps in comparison.measured.items()
+        },
         "loss": losses,
         "placement": {
             way: [str(chunk) for chunk in chosen.placement.chunks] for way, chosen in comparison.planning.items()
@@ -337,32 +344,25 @@ def ratio(slow: Sequence[Step], fast: Sequence[Step]) -> float:
     return statistics.median(a.step_ns / b.step_ns for a, b in zip(slow, fast, strict=True))
 
 
-def padding_share(comparison: Comparison) -> float:
-    """Share of the rows that our plans process that belong to no item."""
-    processed, real = 0, 0
-    for step in comparison.measured["dynamic"]:
-        assert step.plan is not None
-        real += sum(item.sizes["tokens"] for item in step.plan.items)
-        chunks = step.plan.placement.chunks
-        first = [c for c, chunk in enumerate(chunks) if chunk.start == 0]
-        for edge in step.plan.edges:
-            if edge.input == "x" and edge.source[0] in first:
-                processed += edge.num_rows
-    return processed / real - 1
-
-
 def torch_padding_share(comparison: Comparison) -> float:
     """Share of the forward FLOPs of torch's stages that go into padding, on the first batch."""
     graph = prepare.job_graph(comparison.job)
     layers = materialise_all(graph, seed=0, device=torch.device("cpu"), dtype=torch.float32)
     batch, padded = comparison.batches[0], comparison.padded[0]
-    stages = FirstStage(layers, comparison.shape), LastStage(layers)
+    share = single_share(graph, batch)
+    first, last = FirstStage(layers, comparison.shape), LastStage(layers)
+    with torch.no_grad(), FlopCounterMode(display=False) as without:
+        run_all(
+            graph, layers, share.items, share.links, lambda items, names: comparison.load(items, share.records, names)
+        )
     with torch.no_grad(), FlopCounterMode(display=False) as with_padding:
         for m in range(len(padded.tokens)):
             row = slice(m, m + 1)
-            x = stages[0](padded.pixels[row], padded.valid[row], padded.features[row], padded.tokens[row], padded.lengths[row])
-            stages[1](x, padded.lengths[row])
-    return 1 - useful / with_padding.get_total_flops()
+            x = first(
+                padded.pixels[row], padded.valid[row], padded.features[row], padded.tokens[row], padded.lengths[row]
+            )
+            last(x, padded.lengths[row])
+    return 1 - without.get_total_flops() / with_padding.get_total_flops()
 
 
 def show(found: dict[str, object]) -> None:

@@ -184,7 +184,9 @@ class TorchPipeline:
         logits = torch.zeros(1, shape.tokens, vocab)
         inputs = (example.pixels[:1],) if rank == 0 else (x,)
         # Shapes are given: to find them out torch would run the stage on meta tensors, which have no lengths.
-        stage = PipelineStage(self.module, rank, 2, device, input_args=inputs, output_args=(x if rank == 0 else logits,))
+        stage = PipelineStage(
+            self.module, rank, 2, device, input_args=inputs, output_args=(x if rank == 0 else logits,)
+        )
         self.schedule = Schedule1F1B(stage, microbatches, loss_fn=self._loss, scale_grads=False)
         self.normaliser = 1
         self.config = optimizer
@@ -241,7 +243,9 @@ def _text(tokens: Tensor, lengths: Tensor) -> PartView:
     )
 
 
-def _dense_attention(attention: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, count: int) -> Tensor:
+def _dense_attention(
+    attention: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, count: int
+) -> Tensor:
     """Attention of padded images, all in one call."""
     heads = x.shape[-1] // attention.head_dim
     q, k, v = (part(x).unflatten(-1, (heads, attention.head_dim)) for part in (attention.q, attention.k, attention.v))
