@@ -38,7 +38,9 @@ from pipeweaver.data.dataset import Dataset, load_part
 from pipeweaver.data.items import Batch
 from pipeweaver.model.build import materialise, materialise_all, named_parameters
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.reference import run_all
+from pipeweaver.model.vit import VitConfig
 from pipeweaver.planner.assign import single_share
 from pipeweaver.policies import POLICIES
 from pipeweaver.report.metrics import padding_share
@@ -153,6 +155,7 @@ class Comparison:
         dist.broadcast_object_list(placements)
         self.workers = {name: self._worker(graph, placement) for name, placement in placements[0].items()}
         vision, language = job.modules["vision"], job.modules["language"]
+        assert isinstance(vision, VitConfig) and isinstance(language, LanguageConfig)
         self.shape = shapes(batches, job.task.tokens_per_microbatch)
         self.padded = [pad(batch, self.load, self.shape, vision.merge) for batch in batches]
         self.torch = TorchPipeline(
@@ -309,7 +312,7 @@ def emulated_ns(step: Step) -> int:
 def figures(comparison: Comparison) -> dict[str, object]:
     ours, static, theirs = (comparison.measured[way] for way in ("dynamic", "1f1b", "torch"))
     losses = comparison.losses
-    for way, loss in losses.items():
+    for loss in losses.values():
         assert abs(loss - losses["dynamic"]) < 1e-3 * losses["dynamic"], f"losses differ: {losses}"
     errors = [
         abs(step.plan.prediction.step_ns / step.step_ns - 1) for step in ours if step.plan and step.plan.prediction

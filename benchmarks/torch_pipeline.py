@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,15 +113,15 @@ def pad(batch: Batch, load, shape: Shapes, merge: int) -> Padded:  # type: ignor
 class FirstStage(nn.Module):
     """The encoder on padded images, the token embedding and the first half of the language model."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], shape: Shapes) -> None:
+    def __init__(self, layers: Mapping[str, Any], shape: Shapes) -> None:
         super().__init__()
         self.shape = shape
-        self.embed_patches = layers["vision.before"]
-        self.blocks = nn.ModuleList(_blocks(layers, "vision"))
-        self.projector = layers["vision.after"]
-        self.embed_tokens = layers["language.before"]
+        self.embed_patches: Any = layers["vision.before"]
+        self.blocks: Any = nn.ModuleList(_blocks(layers, "vision"))
+        self.projector: Any = layers["vision.after"]
+        self.embed_tokens: Any = layers["language.before"]
         self.placeholder = self.embed_tokens.placeholders["vision"]
-        self.language = nn.ModuleList(_blocks(layers, "language"))
+        self.language: Any = nn.ModuleList(_blocks(layers, "language"))
 
     def forward(self, pixels: Tensor, valid: Tensor, features: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
         side = self.shape.side
@@ -157,10 +158,10 @@ class FirstStage(nn.Module):
 class LastStage(nn.Module):
     """The second half of the language model and its head."""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, Any]) -> None:
         super().__init__()
-        self.language = nn.ModuleList(_blocks(layers, "language"))
-        self.after = layers["language.after"]
+        self.language: Any = nn.ModuleList(_blocks(layers, "language"))
+        self.after: Any = layers["language.after"]
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         text = _text(torch.zeros(x.shape[:2], dtype=torch.int64), lengths)
@@ -174,13 +175,13 @@ class TorchPipeline:
     """One of two workers of `Schedule1F1B`. `layers` are those of its stage, by name."""
 
     def __init__(
-        self, rank: int, layers: Mapping[str, nn.Module], shape: Shapes, microbatches: int, example: Padded,
+        self, rank: int, layers: Mapping[str, Any], shape: Shapes, microbatches: int, example: Padded,
         hidden: int, vocab: int, optimizer: OptimizerConfig,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.module: nn.Module = FirstStage(layers, shape) if rank == 0 else LastStage(layers)
         device = torch.device("cpu")
-        x = torch.zeros(1, shape.tokens, hidden)
+        x = torch.zeros(1, shape.tokens, hidden, requires_grad=True)
         logits = torch.zeros(1, shape.tokens, vocab)
         inputs = (example.pixels[:1],) if rank == 0 else (x,)
         # Shapes are given: to find them out torch would run the stage on meta tensors, which have no lengths.
@@ -214,13 +215,13 @@ class TorchPipeline:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         self.optimizer.step()
-        return float(torch.stack(losses).sum()) if losses else 0.0
+        return float(torch.stack(losses).detach().sum()) if losses else 0.0
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum") / self.normaliser
 
 
-def _blocks(layers: Mapping[str, nn.Module], module: str) -> list[nn.Module]:
+def _blocks(layers: Mapping[str, Any], module: str) -> list[Any]:
     names = [name for name in layers if name.startswith(f"{module}.layers.")]
     return [layers[name] for name in sorted(names, key=lambda name: int(name.rpartition(".")[2]))]
 
@@ -243,9 +244,7 @@ def _text(tokens: Tensor, lengths: Tensor) -> PartView:
     )
 
 
-def _dense_attention(
-    attention: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, count: int
-) -> Tensor:
+def _dense_attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, count: int) -> Tensor:
     """Attention of padded images, all in one call."""
     heads = x.shape[-1] // attention.head_dim
     q, k, v = (part(x).unflatten(-1, (heads, attention.head_dim)) for part in (attention.q, attention.k, attention.v))
