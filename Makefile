@@ -2,6 +2,7 @@
 # make test    set up .venv, lint, and run all tests
 # make lint    format check, ruff, mypy
 # make lock    write requirements.lock anew from pyproject.toml
+# make map     write the list of files in README.md anew
 #
 # PYTHON=python3.12    which Python makes .venv (3.11 or newer)
 # PIP_ARGS="..."       more arguments for pip, such as --index-url of a CPU-only index of torch
@@ -18,10 +19,10 @@ SETUP := $(VENV)/.installed
 # One thread per process: tests and workers are processes of their own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint lock clean
+.PHONY: demo test lint lock map clean
 
 demo: $(SETUP)
-	$(RUN) -m pipeweaver train examples/digits.toml
+	$(RUN) -m pipeweaver train examples/digits.toml --overwrite
 
 test: lint
 	$(RUN) -m pytest -n $(WORKERS)
@@ -48,6 +49,9 @@ lock:
 	  $(VENV)-lock/bin/python -m pip freeze --all --exclude pip --exclude pipeweaver \
 	  | sed -E 's/\+[A-Za-z0-9.]+$$//' | grep -vE '^(nvidia|cuda|triton)'; } > requirements.lock
 	rm -rf $(VENV)-lock build *.egg-info
+
+map:
+	$(PYTHON) docs/map.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-lock build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
