@@ -160,9 +160,9 @@ def profile_worker(
         barrier=transport.barrier,
         own_cores=own_cores,
     )
-    # On a GPU the host waits for the device.
-    share = (time.process_time() - busy) / max(time.perf_counter() - wall, 1e-9) / conditions.threads
-    share = min(1.0, share) if device.type == "cpu" and own_cores else 1.0
+    # Several threads do not share all work evenly, and for a GPU the host waits: nothing can be told then.
+    tells = own_cores and device.type == "cpu" and conditions.threads == 1
+    share = min(1.0, (time.process_time() - busy) / (time.perf_counter() - wall)) if tells else 1.0
     transfers, reductions = profile_links(
         transport, num_workers=conditions.pipeline, num_replicas=conditions.replicas, device=device
     )
