@@ -16,7 +16,6 @@ from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
 from pipeweaver.config import Job
 from pipeweaver.costs import Costs
 from pipeweaver.data.dataset import load_part
-from pipeweaver.data.items import Batch
 from pipeweaver.data.loader import Loader
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
@@ -35,7 +34,7 @@ def calibrate_as_worker(job: Job) -> None:
     dataset = prepare.job_datasets(job)["train"]
     calibrated_costs(
         prepare.job_graph(job),
-        _sample(prepare.job_loader(job, dataset)),
+        prepare.sample_batches(prepare.job_loader(job, dataset)),
         partial(load_part, {job.task.name: dataset}),
         transport=transport,
         exchange=exchange,
@@ -68,9 +67,6 @@ def plan_step(job: Job, step: int, calibrate: Callable[[], None]) -> tuple[Plan,
 
 def _costs(job: Job, graph: ModelGraph, loader: Loader) -> Costs | None:
     device = choose_device(job.run.device, 0, job.workers.total)
-    return cached_costs(graph, _sample(loader), conditions(job.workers, device, job.run.dtype), job.costs.cache)
-
-
-def _sample(loader: Loader) -> list[Batch]:
-    """The first batches of the run, as a placement is made for them."""
-    return [batch for i in range(prepare.SAMPLE_BATCHES) if (batch := loader.peek(i)) is not None]
+    return cached_costs(
+        graph, prepare.sample_batches(loader), conditions(job.workers, device, job.run.dtype), job.costs.cache
+    )

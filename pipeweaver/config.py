@@ -85,9 +85,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[costs]. Where calibration results are kept; by default the user's cache folder."""
+    """[costs]. `cache`: where calibrations are kept, by default the user's cache folder. `correct`: later plans
+    learn from the steps measured before, so that runs are repeated bit for bit only by replaying their plans."""
 
     cache: str = ""
+    correct: bool = True
 
 
 MODULES = cast(dict[str, type[ModuleConfig]], CONFIGS)

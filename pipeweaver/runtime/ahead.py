@@ -21,6 +21,7 @@ from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, RunPlan
+from pipeweaver.runtime.process import exit_code, in_words
 from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.ir import Placement, Plan
 from pipeweaver.schedule.verify import verify
@@ -131,7 +132,7 @@ class Ahead:
             self._exchange.publish(number, [Finish()] * self._num_replicas, readers=self._readers)
         except Exception as error:
             self.error = error
-            failure = Failure(error=f"{type(error).__name__}: {error}")
+            failure = Failure(error=in_words(error), code=exit_code(error))
             self._exchange.publish(number, [failure] * self._num_replicas, readers=self._readers)
 
     def _publish(self, number: int, order: Order) -> None:

@@ -20,6 +20,7 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
+from pipeweaver.runtime.process import RunError
 from pipeweaver.schedule.ir import Placement, Plan
 
 Data = Literal["train", "held-out"]
@@ -60,9 +61,10 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first rank cannot go on: every worker stops with this error."""
+    """The first rank cannot go on: every worker stops with this error and exit code."""
 
     error: str
+    code: int = 1
 
 
 Message = Setup | RunPlan | Finish | Failure
@@ -70,11 +72,11 @@ Message = Setup | RunPlan | Finish | Failure
 Report = TypeVar("Report", bound=msgspec.Struct)
 
 
-class FirstRankFailed(RuntimeError):
-    """The first rank failed and said why; it reports the error itself."""
+class FirstRankFailed(RunError):
+    """The first rank failed and said why."""
 
 
-class FirstRankSilent(RuntimeError):
+class FirstRankSilent(RunError):
     """The first rank gave no sign of life while something was expected of it."""
 
 
@@ -113,7 +115,8 @@ class Exchange:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/readers")
         if isinstance(message, Failure):
-            raise FirstRankFailed(f"stopped, because the first worker failed: {message.error}")
+            words = f"stopped, because the first worker failed: {message.error}"
+            raise FirstRankFailed(words, code=message.code, once_per_host=True)
         if isinstance(message, RunPlan):
             # Both ends of every transfer must act on the same plan.
             assert message.plan.fingerprint == message.fingerprint, f"plan of order {number} changed on its way"

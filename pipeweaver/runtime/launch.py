@@ -32,6 +32,8 @@ import torch.distributed as dist
 from pipeweaver.runtime.process import PARENT
 
 POLL_S = 0.05
+TERMINATE_S = 1.5
+"""From SIGTERM to SIGKILL: time to close files, not to wait for a peer that may never answer."""
 
 
 def launch(command: Sequence[str], *, num_workers: int, threads: int = 1, grace_s: float = 5.0) -> int:
@@ -53,8 +55,7 @@ def launch(command: Sequence[str], *, num_workers: int, threads: int = 1, grace_
             if failed is not None and not stopped:
                 _wait_all(workers, stopped, grace_s)
         finally:
-            # A stop signal ends workers at once; after a failure the grace has been given already.
-            _end(workers, stopped, grace_s)
+            _end(workers, stopped)
     if stopped:
         print(f"stopped by {signal.Signals(stopped[0]).name}", file=sys.stderr)
         return 128 + stopped[0]
@@ -129,10 +130,10 @@ def _wait_all(workers: Sequence[subprocess.Popen[bytes]], stopped: Sequence[int]
         time.sleep(POLL_S)
 
 
-def _end(workers: Sequence[subprocess.Popen[bytes]], stopped: Sequence[int], grace_s: float) -> None:
-    """SIGTERM to those still there, SIGKILL after the grace or a second stop signal; returns when all are gone."""
+def _end(workers: Sequence[subprocess.Popen[bytes]], stopped: Sequence[int]) -> None:
+    """SIGTERM to those still there, soon SIGKILL, at once after a second stop signal; returns when all are gone."""
     _signal(workers, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + TERMINATE_S
     while len(stopped) < 2 and time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
         time.sleep(POLL_S)
     _signal(workers, signal.SIGKILL)

@@ -29,7 +29,7 @@ from pipeweaver.runtime.exchange import Data
 from pipeweaver.schedule.ir import Placement
 
 SAMPLE_BATCHES = 8
-"""Batches that a placement is made for: the first ones of the run."""
+"""Batches that costs are measured on and a placement is made for: the first ones of the run."""
 
 
 def job_graph(job: Job) -> ModelGraph:
@@ -76,14 +76,18 @@ def held_out_batches(job: Job, dataset: Dataset) -> list[Batch]:
     )
 
 
+def sample_batches(loader: Loader) -> list[Batch]:
+    """The first batches of the run; changes nothing about the loader."""
+    return [batch for i in range(SAMPLE_BATCHES) if (batch := loader.peek(i)) is not None]
+
+
 def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_bytes: int | None) -> Planning:
     """Chunks on workers, from the first batches of the run, and all else that plans depend on.
 
     Changes nothing about the loader. Raises ValueError if the policy cannot place the model.
     """
     replicas = job.workers.replicas
-    batches = [batch for i in range(SAMPLE_BATCHES) if (batch := loader.peek(i)) is not None]
-    shares = [share for batch in batches for share in share_out(graph, batch, replicas, costs)]
+    shares = [share for batch in sample_batches(loader) for share in share_out(graph, batch, replicas, costs)]
     policy = POLICIES[job.policy.name]
     placement = policy.place(graph, job.workers.pipeline, costs, shares, job.policy.options, dtype=job.run.dtype)
     return planning(job, graph, placement, costs, budget_bytes)

@@ -44,28 +44,56 @@ def tie_to_parent() -> None:
         os._exit(1)
 
 
-def run_worker(function: Callable[[], None]) -> NoReturn:
-    """Run a worker's function and end the process with 0, or 1 and one line that says why.
+class RunError(RuntimeError):
+    """A run that cannot go on, for a reason that its message tells in full: a traceback would add nothing.
 
-    The process ends without waiting for threads: one that waits for a dead peer would never return. Errors that
-    are ours (anything but ValueError, RuntimeError and OSError) come with their traceback.
+    `code` is the exit code. `once_per_host`: all workers have the same to say, and one of each host does.
     """
-    code = 1
+
+    def __init__(self, message: str, *, code: int = 1, once_per_host: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.once_per_host = once_per_host
+
+
+def run_worker(function: Callable[[], None]) -> NoReturn:
+    """Run a worker's function and end the process.
+
+    Exit code 0 if it returns; 2 for ValueError, what users do wrong, and 1 for RunError, both told in one line;
+    1 with a traceback for everything else; 130 on Ctrl-C. The process does not wait for its threads: one that
+    waits for a dead peer would never return.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         function()
         code = 0
     except KeyboardInterrupt:
         code = 130
-    except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get("PIPEWEAVER_TRACEBACK"):
+    except Exception as error:
+        code = exit_code(error)
+        if not is_known(error) or os.environ.get("PIPEWEAVER_TRACEBACK"):
             traceback.print_exc()
-        print(f"error: worker process {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+        quiet = isinstance(error, RunError) and error.once_per_host and os.environ.get("LOCAL_RANK", "0") != "0"
+        if not quiet:
+            print(f"error: worker process {os.environ.get('RANK', '0')}: {in_words(error)}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def exit_code(error: Exception) -> int:
+    if isinstance(error, ValueError):
+        return 2
+    return error.code if isinstance(error, RunError) else 1
+
+
+def is_known(error: Exception) -> bool:
+    """Whether the message says all: a mistake of the user's, or a RunError that no other error caused."""
+    return isinstance(error, ValueError) or (isinstance(error, RunError) and error.__cause__ is None)
+
+
+def in_words(error: Exception) -> str:
+    return str(error) if is_known(error) else f"{type(error).__name__}: {error}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -12,41 +12,37 @@ Only the first rank plans (`ahead.py`) and hears reports (`collect.py`), each on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pipeweaver.calibrate import calibrated_costs, conditions
 from pipeweaver.config import Job
-from pipeweaver.costs import FlatCosts
 from pipeweaver.data.dataset import Dataset, load_part
-from pipeweaver.data.items import Batch
 from pipeweaver.data.loader import Loader
 from pipeweaver.model.build import materialise, named_parameters
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.profile.correct import updated
+from pipeweaver.profile.table import TableCosts
 from pipeweaver.report.metrics import StepMetrics, step_metrics
 from pipeweaver.runtime import prepare
-from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
+from pipeweaver.runtime.ahead import Ahead
 from pipeweaver.runtime.collect import Collected, Collector, WorkerReport
-from pipeweaver.runtime.evaluate import (
-    Evaluation,
-    averages,
-    evaluation_orders,
-    evaluation_plans,
-    summed,
-    weighted,
-)
+from pipeweaver.runtime.evaluate import Evaluation, averages, summed, weighted
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, FirstRankFailed, RunPlan, Setup
 from pipeweaver.runtime.execution import Loader as Load
-from pipeweaver.runtime.join import Membership, join
+from pipeweaver.runtime.join import join
 from pipeweaver.runtime.offsets import clock_offsets
 from pipeweaver.runtime.optimizer import learning_rate
-from pipeweaver.runtime.recorded import Recorder, load_recorded, read_index, replay
+from pipeweaver.runtime.orders import planned_orders, replayed_orders
+from pipeweaver.runtime.process import exit_code, in_words
+from pipeweaver.runtime.recorded import Recorder
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.watchdog import Watchdog
 from pipeweaver.runtime.worker import Worker
@@ -63,7 +59,8 @@ class StepReport:
 
 
 Observer = Callable[[StepReport | Evaluation], None]
-"""Told on the first rank, in the order of the run, on a thread of its own: it delays nothing but other observers."""
+"""Told on the first rank, in the order of the run, on a thread of its own: it holds up no worker, but does take the
+first one's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,25 +80,31 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
     membership = join(job.workers, job.run.device)
     transport = ProcessTransport(membership.workers, membership.device)
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
+    budget_bytes = _budget_bytes(job, membership.device)
     offsets = clock_offsets()
     graph = prepare.job_graph(job)
     datasets = prepare.job_datasets(job)
+    loads = {data: partial(load_part, {job.task.name: dataset}) for data, dataset in datasets.items()}
     with exchange.heartbeat() if membership.is_first else nullcontext():
+        loader = prepare.job_loader(job, datasets["train"])
+        costs = None if job.run.plans else _costs(job, graph, loader, loads["train"], transport, exchange)
         first = None
         if membership.is_first:
-            first = FirstRank(job, exchange, graph, datasets, observers, [offset.ahead_ns for offset in offsets])
+            ahead_ns = [offset.ahead_ns for offset in offsets]
+            first = FirstRank(job, exchange, graph, observers, ahead_ns)
+            first.give_orders(loader, datasets.get("held-out"), costs, budget_bytes)
         setup = exchange.receive(0, membership.address.replica)
         assert isinstance(setup, Setup)
         if setup.job != prepare.fingerprint(job):
             raise ValueError(f"{job.path} is not the job that the first worker runs; give all hosts the same file")
-        loads = {data: partial(load_part, {job.task.name: dataset}) for data, dataset in datasets.items()}
-        worker = _build_worker(job, graph, setup.placement, transport, membership, loads["train"])
+        worker = _build_worker(job, graph, setup.placement, transport, loads["train"])
         try:
             _run_orders(job, worker, exchange, loads, first)
         except FirstRankFailed:
-            if first is None or first.ahead.error is None:
+            if first is None or first.error is None:
                 raise
-            raise first.ahead.error from None  # the error itself is known here
+            first.close()  # what was run before is reported
+            raise first.error from None
         result = first.close() if first else None
         transport.barrier()
     transport.close()
@@ -110,49 +113,67 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
 
 
 class FirstRank:
-    """What the first rank does beside its own work: it gives the orders and puts the reports together."""
+    """What the first rank does beside its own work: it gives the orders and puts the reports together.
+
+    It plans on one thread (`ahead.py`) and collects reports on another (`collect.py`).
+    """
 
     def __init__(
-        self,
-        job: Job,
-        exchange: Exchange,
-        graph: ModelGraph,
-        datasets: Mapping[Data, Dataset],
-        observers: Sequence[Observer],
-        ahead_ns: Sequence[int],
+        self, job: Job, exchange: Exchange, graph: ModelGraph, observers: Sequence[Observer], ahead_ns: Sequence[int]
     ) -> None:
         self._job = job
+        self._exchange = exchange
+        self._graph = graph
         self._observers = observers
         self._weights = {module.name: module.loss.weight for module in graph.modules if module.loss}
+        self._factors: dict[str, float] = {}
         self._evaluating: list[Collected] = []
         self._last_metrics: StepMetrics | None = None
         self._last_evaluation: Evaluation | None = None
-        replicas, workers = job.workers.replicas, job.workers.pipeline
-        try:
-            orders, placement = _planned(job, graph, datasets)
-        except Exception as error:
-            failure = Failure(error=f"{type(error).__name__}: {error}")
-            exchange.publish(0, [failure] * replicas, readers=workers)
-            raise
-        setup = Setup(job=prepare.fingerprint(job), placement=placement)
-        exchange.publish(0, [setup] * replicas, readers=workers)
         folder = job.output / "plans"
         # Plans that are replayed from there are there already.
         replayed_there = job.run.plans and Path(job.run.plans).resolve() == folder.resolve()
         self._recorder = Recorder(folder) if job.run.record_plans and not replayed_there else None
-        self._collector = Collector(exchange, self._take, ahead_ns, workers)
-        self.ahead = Ahead(orders, exchange, num_replicas=replicas, readers=workers, first=1)
+        self._collector = Collector(exchange, self._take, ahead_ns, job.workers.pipeline)
+        self._ahead: Ahead | None = None
+
+    def give_orders(
+        self, loader: Loader, held_out: Dataset | None, costs: TableCosts | None, budget_bytes: int | None
+    ) -> None:
+        """Place the model, tell all workers, and begin to plan. An error reaches all workers, and the caller."""
+        replicas, workers = self._job.workers.replicas, self._job.workers.pipeline
+        try:
+            if costs is None:
+                orders, placement = replayed_orders(self._job, self._graph, budget_bytes)
+            else:
+                orders, placement = planned_orders(
+                    self._job, self._graph, loader, held_out, costs, lambda: self._factors, budget_bytes
+                )
+        except Exception as error:
+            failure = Failure(error=in_words(error), code=exit_code(error))
+            self._exchange.publish(0, [failure] * replicas, readers=workers)
+            raise
+        setup = Setup(job=prepare.fingerprint(self._job), placement=placement)
+        self._exchange.publish(0, [setup] * replicas, readers=workers)
+        self._ahead = Ahead(orders, self._exchange, num_replicas=replicas, readers=workers, first=1)
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended planning before its time."""
+        return self._ahead.error if self._ahead else None
 
     def started(self, number: int) -> None:
         """All workers turn to order `number`."""
-        order = self.ahead.started(number)
+        assert self._ahead is not None
+        order = self._ahead.started(number)
         if order is not None:
             self._collector.expect(number, order)
 
     def close(self) -> Result:
         """When all orders have been run and reported."""
         self._collector.close()
-        self.ahead.close()
+        if self._ahead is not None:
+            self._ahead.close()
         if self._recorder is not None:
             self._recorder.close()
         return Result(metrics=self._last_metrics, evaluation=self._last_evaluation)
@@ -176,6 +197,8 @@ class FirstRank:
             gradient_norm=collected.gradient_norm or 0.0,
             reported=averages(collected.metrics),
         )
+        if self._job.costs.correct:
+            self._factors = updated(self._factors, order.plans, collected.measurements)
         self._tell(StepReport(metrics=self._last_metrics, plans=order.plans, measurements=collected.measurements))
 
     def _tell(self, report: StepReport | Evaluation) -> None:
@@ -183,51 +206,33 @@ class FirstRank:
             observer(report)
 
 
-def _planned(job: Job, graph: ModelGraph, datasets: Mapping[Data, Dataset]) -> tuple[Iterator[Order], Placement]:
-    """The run's orders, made when they are asked for, and the placement that they are for."""
-    budget_bytes = job.workers.memory_bytes
-    if job.run.plans:
-        folder = Path(job.run.plans)
-        entries = read_index(folder)
-        orders = replay(
-            folder,
-            entries,
-            graph,
-            num_replicas=job.workers.replicas,
-            num_workers=job.workers.pipeline,
-            dtype=job.run.dtype,
-            budget_bytes=budget_bytes,
-        )
-        return orders, load_recorded(folder, entries[0])[0].placement
-    loader = prepare.job_loader(job, datasets["train"])
-    costs = FlatCosts(layers={module.name: len(module.layers) for module in graph.modules})
-    planning = prepare.place(job, graph, loader, costs, budget_bytes)
-    held_out = prepare.held_out_batches(job, datasets["held-out"]) if "held-out" in datasets else []
-    return _orders(job, planning, loader, held_out), planning.placement
+def _budget_bytes(job: Job, device: torch.device) -> int | None:
+    """What a worker may hold: by the job, else what is free on its GPU now, else no limit."""
+    if job.workers.memory_bytes is None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return job.workers.memory_bytes
 
 
-def _orders(job: Job, planning: Planning, loader: Loader, held_out: Sequence[Batch]) -> Iterator[Order]:
-    steps, every = job.run.steps, job.run.evaluate_every
-    evaluation: list[tuple[Plan, ...]] = []
-    for batch in islice(loader, steps):
-        yield Order(plans=plan_batch(planning, batch), step=batch.step)
-        done = batch.step + 1
-        if held_out and (done == steps or (every and done % every == 0)):
-            evaluation = evaluation or evaluation_plans(planning, held_out)
-            yield from evaluation_orders(evaluation, done)
+def _costs(
+    job: Job, graph: ModelGraph, loader: Loader, load: Load, transport: ProcessTransport, exchange: Exchange
+) -> TableCosts | None:
+    """Costs on the first rank; all workers measure them together if that was not done before."""
+    return calibrated_costs(
+        graph,
+        prepare.sample_batches(loader),
+        load,
+        transport=transport,
+        exchange=exchange,
+        conditions=conditions(job.workers, transport.device, job.run.dtype),
+        device=transport.device,
+        cache=job.costs.cache,
+    )
 
 
-def _build_worker(
-    job: Job,
-    graph: ModelGraph,
-    placement: Placement,
-    transport: ProcessTransport,
-    membership: Membership,
-    load: Load,
-) -> Worker:
+def _build_worker(job: Job, graph: ModelGraph, placement: Placement, transport: ProcessTransport, load: Load) -> Worker:
     dtype = getattr(torch, job.run.dtype)
-    chunks = [placement.chunks[number] for number in placement.on(membership.address.worker)]
-    modules = materialise(graph, chunks, seed=job.run.seed, device=membership.device, dtype=dtype)
+    chunks = [placement.chunks[number] for number in placement.on(transport.address.worker)]
+    modules = materialise(graph, chunks, seed=job.run.seed, device=transport.device, dtype=dtype)
     return Worker(
         graph,
         modules=modules,
@@ -236,7 +241,7 @@ def _build_worker(
         load=load,
         optimizer=job.optimizer,
         seed=job.run.seed,
-        device=membership.device,
+        device=transport.device,
         dtype=dtype,
         watchdog=Watchdog(job.run.watchdog_s),
     )

@@ -19,11 +19,12 @@ from torch import nn
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime.execution import Execution, Loader
 from pipeweaver.runtime.optimizer import OptimizerConfig, adamw
+from pipeweaver.runtime.process import RunError
 from pipeweaver.runtime.reduce import Bucket, make_buckets
 from pipeweaver.runtime.stage import BuiltChunk, build_chunk
 from pipeweaver.runtime.transport import Transport
 from pipeweaver.runtime.watchdog import Watchdog
-from pipeweaver.schedule.ir import Chunk, ParameterGroup, Plan, Post, Span, Wait
+from pipeweaver.schedule.ir import Chunk, Norm, ParameterGroup, Plan, Post, Reduce, Span, Wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class StepResult:
     peak_bytes: int | None
 
 
-class WorkerError(RuntimeError):
-    """An action failed: says on which worker, which action, with which peer."""
+class WorkerError(RunError):
+    """An action failed: says on which worker, which action, with which peer. Caused by another error where layers ran."""
 
 
 class Worker:
@@ -120,7 +121,10 @@ class Worker:
             execution.finish()
             times = clock.times()
         except RuntimeError as error:
-            raise WorkerError(f"{execution.describe()}: {error}") from error
+            between_workers = any(
+                isinstance(a, Post | Wait | Reduce | Norm) for a in actions[execution.at : execution.at + 1]
+            )
+            raise WorkerError(f"{execution.describe()}: {error}") from None if between_workers else error
         finally:
             if self.watchdog is not None:
                 self.watchdog.stop()

@@ -1,0 +1,77 @@
+"""The orders of a run in sequence, made when they are asked for: planned from batches, or replayed from files.
+
+steps 0, 1 on training data | evaluation after 2 steps | step 2 | evaluation after 3 steps, the last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from pipeweaver.config import Job
+from pipeweaver.data.dataset import Dataset
+from pipeweaver.data.items import Batch
+from pipeweaver.data.loader import Loader
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.profile.table import TableCosts
+from pipeweaver.runtime import prepare
+from pipeweaver.runtime.ahead import Order, Planning, plan_batch
+from pipeweaver.runtime.evaluate import evaluation_orders, evaluation_plans
+from pipeweaver.runtime.recorded import load_recorded, read_index, replay
+from pipeweaver.schedule.ir import Placement, Plan
+
+
+def planned_orders(
+    job: Job,
+    graph: ModelGraph,
+    loader: Loader,
+    held_out: Dataset | None,
+    costs: TableCosts,
+    factors: Callable[[], Mapping[str, float]],
+    budget_bytes: int | None,
+) -> tuple[Iterator[Order], Placement]:
+    """The run's orders, each planned when it is asked for, and the placement that they are for.
+
+    `factors()` are the corrections of the costs by then (`profile.correct`); the placement knows none. Raises
+    ValueError if the policy cannot place the model, or the held-out data does not fit the job.
+    """
+    planning = prepare.place(job, graph, loader, costs, budget_bytes)
+    batches = [] if held_out is None else prepare.held_out_batches(job, held_out)
+
+    def corrected() -> Planning:
+        found = factors()
+        return replace(planning, costs=costs.corrected(found)) if found else planning
+
+    return _planned(job, corrected, loader, batches), planning.placement
+
+
+def replayed_orders(job: Job, graph: ModelGraph, budget_bytes: int | None) -> tuple[Iterator[Order], Placement]:
+    """The recorded orders of `job.run.plans`, each proven again when it is asked for, and their placement.
+
+    Raises ValueError if there are none.
+    """
+    folder = Path(job.run.plans)
+    entries = read_index(folder)
+    orders = replay(
+        folder,
+        entries,
+        graph,
+        num_replicas=job.workers.replicas,
+        num_workers=job.workers.pipeline,
+        dtype=job.run.dtype,
+        budget_bytes=budget_bytes,
+    )
+    return orders, load_recorded(folder, entries[0])[0].placement
+
+
+def _planned(job: Job, planning: Callable[[], Planning], loader: Loader, held_out: Sequence[Batch]) -> Iterator[Order]:
+    steps, every = job.run.steps, job.run.evaluate_every
+    evaluation: list[tuple[Plan, ...]] = []
+    for batch in islice(loader, steps):
+        yield Order(plans=plan_batch(planning(), batch), step=batch.step)
+        done = batch.step + 1
+        if held_out and (done == steps or (every and done % every == 0)):
+            evaluation = evaluation or evaluation_plans(planning(), held_out)
+            yield from evaluation_orders(evaluation, done)

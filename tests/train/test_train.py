@@ -1,0 +1,250 @@
+"""Whole runs of worker processes: however the work is cut and started, the same numbers come out."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from pipeweaver.report.metrics import read_metrics
+from pipeweaver.runtime.evaluate import Evaluation
+from pipeweaver.runtime.recorded import read_index
+from tests.train.processes import alive, children, environment, wait_for
+
+pytestmark = pytest.mark.timeout(180)
+
+SCRIPT = Path(__file__).parent / "worker_process.py"
+STEPS = 3
+
+JOB = """
+[run]
+steps = 3
+device = "cpu"
+evaluate_every = 2
+dtype = "float64"
+
+[workers]
+pin = false
+
+[policy]
+name = "1f1b"
+
+[model]
+flows = ["vision.features -> language"]
+
+[model.vision]
+type = "vit"
+layers = 2
+hidden = 16
+heads = 2
+patch = 4
+merge = 2
+channels = 1
+output = 16
+
+[model.language]
+type = "language"
+layers = 2
+hidden = 16
+heads = 2
+vocab = 259
+placeholders = { vision = 258 }
+
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+
+[costs]
+correct = false
+
+[task]
+backbone = "language"
+tokens_per_microbatch = 512
+microbatches = 1
+
+[task.data]
+type = "digits"
+held_out_records = 7
+"""
+
+LAUNCHER = """
+import sys
+from pipeweaver.runtime.launch import launch
+sys.exit(launch([sys.executable, *sys.argv[2:]], num_workers=int(sys.argv[1]), grace_s=5.0))
+"""
+
+
+def start(folder, *settings, num_workers, torchrun=False, **changes):
+    """A run of the job in `folder`, with other settings for some of its keys."""
+    folder.mkdir(exist_ok=True)
+    (folder / "job.toml").write_text(JOB)
+    starter = [sys.executable, "-c", LAUNCHER, str(num_workers)]
+    if torchrun:
+        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
+    return subprocess.Popen(
+        [*starter, str(SCRIPT), str(folder), *settings],
+        env=environment(**changes),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """Exit code and stderr."""
+    _, err = process.communicate(timeout=120)
+    return process.returncode, err
+
+
+def run(folder, *settings, **how):
+    code, err = finish(start(folder, *settings, **how))
+    assert code == 0, err
+    return folder
+
+
+def losses(folder):
+    """Per step (loss, gradient norm), then the loss of every evaluation."""
+    steps = [(step.loss, step.gradient_norm) for step in read_metrics(folder / "metrics.jsonl")]
+    assert len(steps) == STEPS
+    return steps, [evaluation.loss for evaluation in evaluations(folder)]
+
+
+def evaluations(folder):
+    lines = (folder / "evaluations.jsonl").read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=Evaluation) for line in lines]
+
+
+def parameters(folder):
+    found = {}
+    for path in sorted(folder.glob("parameters-*.pt")):
+        for name, tensor in torch.load(path).items():
+            # Replicas hold the same bits.
+            assert name not in found or torch.equal(found[name], tensor)
+            found[name] = tensor
+    return found
+
+
+def assert_same(one, other, tolerance):
+    for a, b in zip(*(losses(folder) for folder in (one, other)), strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=tolerance, atol=tolerance)
+    mine, others = parameters(one), parameters(other)
+    assert mine.keys() == others.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], others[name], rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The whole job in one worker."""
+    return run(tmp_path_factory.mktemp("runs") / "single", num_workers=1)
+
+
+def test_two_workers_train_like_one(single, tmp_path):
+    two = run(tmp_path / "two", "workers.pipeline=2", num_workers=2)
+    assert_same(single, two, 1e-9)
+    assert len(list(two.glob("parameters-*.pt"))) == 2
+
+
+def test_more_replicas_than_microbatches_under_torchrun(single, tmp_path):
+    replicas = run(tmp_path / "replicas", "workers.replicas=2", num_workers=2, torchrun=True)
+    assert_same(single, replicas, 1e-9)
+
+
+def test_every_held_out_sample_counts_once(single):
+    assert [(evaluation.step, evaluation.samples) for evaluation in evaluations(single)] == [(2, 7), (3, 7)]
+    evaluated = [entry for entry in read_index(single / "out/plans") if entry.data == "held-out"]
+    assert len(evaluated) > 2 and [entry.is_last for entry in evaluated].count(True) == 2
+    # The same plans serve both evaluations.
+    half = len(evaluated) // 2
+    assert [e.fingerprints for e in evaluated[:half]] == [e.fingerprints for e in evaluated[half:]]
+
+
+def test_replayed_plans_give_the_same_bits(tmp_path):
+    settings = ("workers.pipeline=2", "run.dtype=float32")
+    first = run(tmp_path / "first", *settings, num_workers=2)
+    again = run(tmp_path / "again", *settings, f"run.plans={first}/out/plans", num_workers=2)
+    assert losses(first) == losses(again)
+    before, after = parameters(first), parameters(again)
+    assert all(torch.equal(before[name], after[name]) for name in before | after)
+    assert [e.fingerprints for e in read_index(first / "out/plans")] == [
+        e.fingerprints for e in read_index(again / "out/plans")
+    ]
+
+
+def test_wrong_number_of_processes(tmp_path):
+    code, err = finish(start(tmp_path / "wrong", "workers.pipeline=3", num_workers=1))
+    assert code == 2
+    assert err.startswith("error: worker process 0: 1 processes were started, but [workers] asks for 3")
+    assert len(err.splitlines()) == 1
+
+
+BREAK_POLICY = """
+from pipeweaver.policies import POLICIES, Policy
+
+def plan(*arguments, **options):
+    if arguments[2].step == 1:
+        raise ValueError("worker 1 lacks 3 GiB; recompute more layers")
+    return policy.plan(*arguments, **options)
+
+policy = POLICIES["1f1b"]
+POLICIES["1f1b"] = Policy(place=policy.place, plan=plan)
+"""
+
+
+def test_an_error_of_the_policy_stops_all_workers(tmp_path):
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "break.py").write_text(BREAK_POLICY)
+    code, err = finish(start(folder, "workers.pipeline=2", num_workers=2))
+    assert code == 2
+    assert err.splitlines() == ["error: worker process 0: worker 1 lacks 3 GiB; recompute more layers"]
+    assert len(read_metrics(folder / "metrics.jsonl")) == 1  # the step before was run and reported
+
+
+STOP_IN_STEP = """
+import os, signal, torch
+from pipeweaver.runtime.execution import Execution
+
+perform = Execution.perform
+
+def stop(self, action):
+    if self.plan.step == 1 and int(os.environ["RANK"]) == 1 and self.at == len(self.plan.actions[1]) // 2:
+        (folder / "stopping").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGNAL)
+    return perform(self, action)
+
+Execution.perform = stop
+"""
+
+
+def start_and_stop(folder, name):
+    folder.mkdir()
+    (folder / "break.py").write_text(STOP_IN_STEP.replace("SIGNAL", name))
+    process = start(folder, "workers.pipeline=2", "run.watchdog_s=4", "task.microbatches=3", num_workers=2)
+    stopped = int(wait_for(lambda: (folder / "stopping").exists() and (folder / "stopping").read_text(), 90))
+    return process, [stopped, *children(process.pid)]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_dies_or_freezes_in_a_step_ends_the_run(tmp_path, name):
+    process, pids = start_and_stop(tmp_path / name, name)
+    code, err = finish(process)
+    assert code != 0
+    # The other one says where it was and whom it waited for; at most one line per process and no traceback.
+    assert "Traceback" not in err
+    (told,) = [line for line in err.splitlines() if line.startswith("error:") and "worker 0" in line]
+    assert "worker 1" in told
+    wait_for(lambda: not any(map(alive, pids)), 0.1)
+
+
+def test_interrupt_in_a_step_ends_all_workers_at_once(tmp_path):
+    # One worker is frozen in the step, the other one waits for it in Gloo.
+    process, pids = start_and_stop(tmp_path / "interrupt", "SIGSTOP")
+    process.send_signal(signal.SIGINT)
+    code, err = finish(process)
+    assert code == 130
+    assert err.splitlines()[-1] == "stopped by SIGINT" and "Traceback" not in err
+    wait_for(lambda: not any(map(alive, pids)), 0.1)
