@@ -6,9 +6,10 @@ parts included, module by module until nothing gets better.
 
 *Each step*: encoders' items in parts of at most B, chosen by scheduling the batch with each of a few B; then the
 order of the stages by the greedy dual queue and `rounds` of search, within the memory budget. Two workers, two
-microbatches with two parts of images each (a, b, c, d; lower case vision, upper case text):
+microbatches with two images each in parts of one; chunks 0 and 1 are vision, 2 and 3 language:
 
-    worker 0   a b c A d B . A A c ...
+    worker 0   0F0 0F1 0F2 0F3 2F0 2F1 2B0 2B1 0B1 0B0 0B3 0B2
+    worker 1   1F0 1F1 1F2 1F3 3F0 3B0 3F1 3B1 1B1 1B0 1B3 1B2
 
 Memory is what the compiled plan needs: a draft that the compiler finds above the budget is planned again with
 so much less. The last resort is one microbatch after the other; if that does not fit either, nothing does.
@@ -47,8 +48,8 @@ PART_COUNTS = (1, 2, 3, 4, 6)
 """Parts that the fullest microbatch is cut into, tried in this order."""
 LEAST_GAIN = 0.005
 """What a finer cut must bring: more stages mean more actions, whose own time is in no cost."""
-MOST_SHARES = 4
-"""Shares of the sample that K is chosen on, evenly spread."""
+MOST_MICROBATCHES = 32
+"""K is chosen on so many microbatches of the sample, in whole shares, evenly spread; on one share at least."""
 MOST_ATTEMPTS = 6
 """Plans that are made ever smaller to come down to the memory budget, before the last resort."""
 
@@ -256,7 +257,8 @@ def _one_after_the_other(instance: Instance) -> list[list[int]]:
 
 def _sample(shares: Sequence[Share]) -> list[Share]:
     filled = [share for share in shares if share.items]
-    count = min(MOST_SHARES, len(filled))
+    mean = sum(len(share.microbatches) for share in filled) / len(filled)
+    count = min(len(filled), max(1, int(MOST_MICROBATCHES / mean)))
     return [filled[i * len(filled) // count] for i in range(count)]
 
 
