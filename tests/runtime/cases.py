@@ -83,8 +83,11 @@ def make_batch(case: Case, graph: ModelGraph, step: int) -> Batch:
     return batch_of(case.batch, graph, case.workers, case.seed + step, step)
 
 
-def make_plans(case: Case, graph: ModelGraph, batches: list[Batch], forward_only: bool = False) -> list[list[Plan]]:
-    """Verified plans, per step and replica; costs, options and memory strategies are drawn by seed."""
+def make_plans(
+    case: Case, graph: ModelGraph, batches: list[Batch], forward_only: bool = False, whole: tuple[str, ...] = ()
+) -> list[list[Plan]]:
+    """Verified plans, per step and replica; costs, options and memory strategies are drawn by seed. Modules named
+    in `whole` keep the items of a microbatch together."""
     draw = random.Random(case.seed)
     costs = FlatCosts(
         layers={module.name: len(module.layers) for module in graph.modules},
@@ -92,7 +95,11 @@ def make_plans(case: Case, graph: ModelGraph, batches: list[Batch], forward_only
     )
     options = PolicyOptions(
         encoder_first=case.workers == 1 and draw.random() < 0.5,
-        items_per_part={module.name: draw.randint(1, 3) for module in graph.modules if draw.random() < 0.5},
+        items_per_part={
+            module.name: draw.randint(1, 3)
+            for module in graph.modules
+            if draw.random() < 0.5 and module.name not in whole
+        },
         even_parts=draw.choice(["items", "cost"]),
     )
     policy = POLICIES[case.policy]

@@ -297,3 +297,42 @@ def watching(load, names):
         return load(*arguments)
 
     return run
+
+
+def test_layers_that_two_tasks_use_on_different_workers_are_reduced_over_both():
+    """Task a runs language on worker 0; task b its first half on worker 1, and the rest on both, cut by parts."""
+    graph = graph_of("one module")
+    drawn = batch_of("mixed", graph, 2, seed=8)
+    samples = tuple(as_task(sample, "ab"[number % 2]) for number, sample in enumerate(drawn.samples))
+    batch = msgspec.structs.replace(drawn, samples=samples)
+    (share,) = share_out(graph, batch, 1)
+    layers = len(graph.by_name["language"].layers)
+    ranges = (("a", 0, layers, 0), ("b", 0, 2, 1), ("b", 2, layers, 0), ("b", 2, layers, 1))
+    chunks = tuple(Chunk(task=t, module="language", start=a, stop=b, worker=w) for t, a, b, w in ranges)
+    of = {task: [i for i, item in enumerate(share.items) if item.task == task] for task in "ab"}
+    half = len(of["b"]) // 2
+    items = (of["a"], of["b"], of["b"][:half], of["b"][half:])
+    draft = Draft(
+        placement=Placement(workers=2, chunks=chunks),
+        parts=tuple((Part(items=tuple(chosen), microbatch=0),) for chosen in items),
+        order=tuple(
+            tuple(Stage(c, 0, phase) for phase, order in (("F", cs), ("B", cs[::-1])) for c in order)
+            for cs in ((0, 2), (1, 3))
+        ),
+    )
+    plan = compile_plan(graph, share, draft, flat_costs(graph), dtype="float64")
+    verify([plan], graph, [share], dtype="float64")
+    assert {group.holders for group in plan.groups} == {(0, 1)}
+    workers = local_workers(graph, plan.placement, 1)
+    results = run_steps(workers, [[plan]])
+    single = SingleProcess(graph)
+    losses = single.step(batch)
+    for address, worker in workers.items():
+        assert results[address][0].losses == pytest.approx(losses, rel=1e-12)
+        assert results[address][0].gradient_norm == pytest.approx(single.norm, rel=1e-12)
+        assert_close({name: p.grad for name, p in worker.parameters.items()}, single.gradients)
+
+
+def as_task(sample, task):
+    items = tuple(msgspec.structs.replace(item, task=task) for item in sample.items)
+    return msgspec.structs.replace(sample, task=task, items=items)

@@ -11,7 +11,7 @@ from pipeweaver.costs import FlatCosts
 from pipeweaver.data.items import Batch
 from pipeweaver.model.build import materialise, materialise_all, named_parameters
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.model.reference import run_all
+from pipeweaver.model.reference import count_units, run_all
 from pipeweaver.runtime.optimizer import OptimizerConfig
 from pipeweaver.runtime.transport import Address
 from pipeweaver.runtime.transport_local import Hub
@@ -133,13 +133,9 @@ class SingleProcess:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr if rate is None else rate
         self.optimizer.step()
-        units = {f"main/{m.name}": m.loss.units for m in self.graph.modules if m.loss}
-        count = {
-            key: sum(item.sizes[size] for item in items if item.module == key.split("/")[1])
-            for key, size in units.items()
-        }
-        losses = {key: loss.item() for key, loss in outcome.losses.items()}
-        return {key: losses.get(key, 0.0) / max(1, count[key]) for key in units}
+        units = count_units(self.graph, items)
+        losses = {f"{task}/{m.name}": 0.0 for task in {i.task for i in items} for m in self.graph.modules if m.loss}
+        return losses | {key: loss.item() / max(1, units[key]) for key, loss in outcome.losses.items()}
 
 
 def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
