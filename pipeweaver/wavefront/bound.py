@@ -1,0 +1,91 @@
+"""A lower bound on the makespan of any schedule of a MetaGraph, from device-time and its longest path.
+
+A linear program over mixtures of counts: x[m, n] layers of MetaOp m run on n workers, which takes t[m], the sum of
+x T(n). Along every path t adds up to at most C, and the device-time, the sum of n x T(n), is at most N C. The least C
+is a bound, whatever the speedups look like. Example, N = 2, two MetaOps of one layer, T(1) = 10, T(2) = 9: 10.
+"""
+
+from __future__ import annotations
+
+import highspy
+import numpy as np
+
+from pipeweaver.wavefront.metagraph import MetaGraph
+
+NS_PER_UNIT = 1e6
+"""Times enter the program in milliseconds, so that its numbers are of like size."""
+SAFETY = 1e-7
+"""Share of the optimum that the solver's tolerance may cost."""
+
+
+def area_bound_ns(graph: MetaGraph, workers: int) -> int:
+    """The bound in ns, rounded down, for MetaOps on their valid counts.
+
+    Raises ValueError if a MetaOp needs more than `workers` workers.
+    """
+    if not graph.ops:
+        return 0
+    program = _Program()
+    makespan = program.column(1.0)
+    starts = [program.column() for _ in graph.ops]
+    area: list[tuple[int, float]] = [(makespan, -float(workers))]
+    times: list[list[tuple[int, float]]] = []
+    for op in graph.ops:
+        op.fastest(workers)
+        time: list[tuple[int, float]] = []
+        for amount, unit_ns in ((op.num_layers, op.layer_ns), (1, op.before_ns), (1, op.after_ns)):
+            mixture = [
+                (program.column(), count, ns / NS_PER_UNIT)
+                for count, ns in zip(op.counts, unit_ns, strict=False)
+                if count <= workers
+            ]
+            if mixture:
+                program.row([(column, 1.0) for column, _, _ in mixture], amount, amount)
+            time += [(column, ms) for column, _, ms in mixture]
+            area += [(column, count * ms) for column, count, ms in mixture]
+        times.append(time)
+    for start, time in zip(starts, times, strict=True):
+        program.row([(makespan, 1.0), (start, -1.0), *((column, -ms) for column, ms in time)], 0.0)
+    for flow in graph.flows:
+        ends = [(starts[flow.source], -1.0), *((column, -ms) for column, ms in times[flow.source])]
+        program.row([(starts[flow.destination], 1.0), *ends], 0.0)
+    program.row(area, -highspy.kHighsInf, 0.0)
+    return int(program.minimise() * NS_PER_UNIT * (1 - SAFETY))
+
+
+class _Program:
+    """A linear program, made row by row; its columns are at least zero."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.rows: list[tuple[list[tuple[int, float]], float, float]] = []
+
+    def column(self, cost: float = 0.0) -> int:
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def row(self, entries: list[tuple[int, float]], lower: float, upper: float = highspy.kHighsInf) -> None:
+        self.rows.append((entries, lower, upper))
+
+    def minimise(self) -> float:
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        count = len(self.costs)
+        no_rows, no_values = np.zeros(0, np.int32), np.zeros(0)
+        infinite = np.full(count, highspy.kHighsInf)
+        solver.addCols(count, np.array(self.costs), np.zeros(count), infinite, 0, no_rows, no_rows, no_values)
+        entries = [entry for row, _, _ in self.rows for entry in row]
+        starts = np.cumsum([0, *(len(row) for row, _, _ in self.rows)])[:-1]
+        solver.addRows(
+            len(self.rows),
+            np.array([lower for _, lower, _ in self.rows], np.float64),
+            np.array([upper for _, _, upper in self.rows], np.float64),
+            len(entries),
+            starts.astype(np.int32),
+            np.array([column for column, _ in entries], np.int32),
+            np.array([value for _, value in entries], np.float64),
+        )
+        solver.run()
+        assert solver.getModelStatus() == highspy.HighsModelStatus.kOptimal, solver.getModelStatus()
+        return float(solver.getInfo().objective_function_value)
