@@ -55,8 +55,8 @@ from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Placement, Plan, Span
 
 CONFIG = Path(__file__).with_name("runtime.toml")
-BLOCK = 5
-"""Steps that one way runs before the next has its turn; the first is not counted."""
+FULL, QUICK = (5, 5), (1, 2)
+"""(blocks, steps in a block): a way runs a block before the next has its turn; the first step is not counted."""
 SAMPLE = 8
 """Batches that static splits are compared on."""
 
@@ -82,16 +82,16 @@ class Step:
 def main() -> None:
     if process.is_worker():
         process.tie_to_parent()
-        process.run_worker(lambda: work(Path(sys.argv[1]), int(sys.argv[2])))
+        process.run_worker(lambda: work(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, within a minute")
-    blocks = 2 if parser.parse_args().quick else 6
+    blocks, size = QUICK if parser.parse_args().quick else FULL
     cores = machine.cores(2)
     before = machine.probe(cores)
     machine.report("start", before)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        code = launch([sys.executable, "-m", "benchmarks.runtime", str(path), str(blocks)], num_workers=2)
+        code = launch([sys.executable, "-m", "benchmarks.runtime", str(path), str(blocks), str(size)], num_workers=2)
         if code:
             sys.exit(code)
         figures = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def work(path: Path, blocks: int) -> None:
+def work(path: Path, blocks: int, size: int) -> None:
     """What each of the two workers does; the first writes the figures."""
     job = load(CONFIG)
     membership = join(job.workers, job.run.device)
@@ -111,7 +111,7 @@ def work(path: Path, blocks: int) -> None:
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
     graph = prepare.job_graph(job)
     dataset = prepare.job_datasets(job)["train"]
-    batches = list(islice(prepare.job_loader(job, dataset), blocks * BLOCK))
+    batches = list(islice(prepare.job_loader(job, dataset), blocks * size))
     load_items = partial(load_part, {job.task.name: dataset})
     with exchange.heartbeat():
         costs = calibrated_costs(
@@ -124,7 +124,7 @@ def work(path: Path, blocks: int) -> None:
             device=membership.device,
             cache=job.costs.cache,
         )
-        comparison = Comparison(job, membership, exchange, transport, dataset, batches, costs)
+        comparison = Comparison(job, membership, exchange, transport, dataset, batches, blocks, costs)
         comparison.run()
     if membership.is_first:
         path.write_text(json.dumps(figures(comparison)))
@@ -136,10 +136,11 @@ class Comparison:
 
     def __init__(
         self, job: Job, membership: Membership, exchange: Exchange, transport: ProcessTransport, dataset: Dataset,
-        batches: Sequence[Batch], costs: Costs | None,
+        batches: Sequence[Batch], num_blocks: int, costs: Costs | None,
     ) -> None:  # fmt: skip
         self.job, self.membership, self.exchange, self.transport = job, membership, exchange, transport
         self.batches = batches
+        self.num_blocks = num_blocks
         graph = prepare.job_graph(job)
         self.load = partial(load_part, {job.task.name: dataset})
         self.planning: dict[str, Planning] = {}
@@ -175,12 +176,11 @@ class Comparison:
     def run(self) -> None:
         """Every way over all batches in blocks, the order turning from block to block."""
         ways = [*self.workers, "torch"]
-        for way in ways:  # not counted: kernels are chosen, buffers allocated, connections made
-            self._block(way, [0, 0])
-        for start in range(0, len(self.batches), BLOCK):
-            turn = (start // BLOCK) % len(ways)
+        size = len(self.batches) // self.num_blocks
+        for block in range(self.num_blocks):
+            turn = block % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                self.measured[way] += self._block(way, list(range(start, min(start + BLOCK, len(self.batches)))))
+                self.measured[way] += self._block(way, list(range(block * size, (block + 1) * size)))
 
     def _worker(self, graph: ModelGraph, placement: Placement) -> Worker:
         job, device = self.job, self.membership.device

@@ -1,7 +1,7 @@
 """Writes the map at the end of README.md: one line per file, from the first sentence of its docstring.
 
-    python docs/map.py            # writes it
-    python docs/map.py --check    # fails if it is not up to date
+python docs/map.py            # writes it
+python docs/map.py --check    # fails if it is not up to date
 """
 
 from __future__ import annotations
