@@ -121,7 +121,7 @@ def _empty(shape: Sequence[int], order: Sequence[int], dtype: torch.dtype) -> Te
 
 def _order(tensor: Tensor) -> list[int]:
     """Dimensions from outermost to innermost in memory."""
-    return sorted(range(tensor.dim()), key=lambda i: -tensor.stride(i))
+    return sorted(range(tensor.dim()), key=lambda i: -tensor.stride()[i])
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec
@@ -130,10 +131,10 @@ class LayerGraph:
         self.kernels = kernels
         self.num_traces = 0
         self.irregular = 0
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutValues():
             self.module: nn.Module = spec.build().to(dtype).requires_grad_(spec.trainable)
         self._fits: dict[tuple[str, ...], _Family] = {}
-        self._roles: dict[str, Role] = {}
+        self.roles: dict[str, Role] = {}
 
     def counts(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Counts:
         """Counts of forward and backward on a part."""
@@ -165,10 +166,18 @@ class LayerGraph:
 
     @property
     def parameters(self) -> Parameters:
-        """Bytes of the layer's parameters by role. Parameters that no trace has used yet count as whole."""
+        """The layer's parameters: matrices cut over a tensor-parallel group, vectors whole, traced or not."""
+        by_role: dict[Role, int] = {}
+        for parameter in self.module.parameters():
+            role: Role = "column" if parameter.dim() > 1 else "whole"
+            by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
+        return Parameters(by_role=by_role, trainable=self.spec.trainable)
+
+    def traced_parameters(self) -> Parameters:
+        """The same by the roles that traces found: a patch embedding's matrix is whole. Only after a trace."""
         by_role: dict[Role, int] = {}
         for name, parameter in self.module.named_parameters():
-            role = self._roles.get(name, "whole")
+            role = self.roles.get(name, "whole")
             by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
         return Parameters(by_role=by_role, trainable=self.spec.trainable)
 
@@ -200,7 +209,7 @@ class LayerGraph:
         traced = self.trace(items, links)
         whole = {given.name for given in self.inputs if _one_row_per_item(given, items)}
         sharding = shard(traced, whole_inputs=whole)
-        self._roles |= sharding.roles
+        self.roles |= sharding.roles
         return _pack(traced, sharding, self.spec.loads)
 
     def _input(self, given: Input, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Tensor:
@@ -240,6 +249,18 @@ class _Structure:
     saved_outputs: frozenset[str]
     loaded: tuple[str, ...]
     tensors: tuple[str, ...]
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Skips drawing initial values on the meta device: there are none, and torch loads its compiler to draw them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "trunc_normal_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 class _Family:

@@ -195,6 +195,10 @@ class _Known:
 class _Recorder(TorchDispatchMode):
     """Sees every operator, tells views from kernels, and watches storages come and go."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and torch's compiler takes seconds to load
+
     def __init__(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.phase: Literal["F", "I"] = "F"

@@ -91,7 +91,7 @@ def test_matmuls_alternate_between_column_and_row_parallel() -> None:
     roles = {}
     for name, layer in found.items():
         layer.counts(*part(name.split(".")[0], 3))
-        roles[name] = layer._roles
+        roles[name] = layer.roles
     assert roles["vision.-1"] == {"patch.weight": "sequence"}
     block = {"attention.q": "column", "attention.k": "column", "attention.v": "column", "attention.out": "row"}
     vision = {**block, "mlp.up": "column", "mlp.down": "row"}
