@@ -33,6 +33,8 @@ def fused(
     save: Sequence[int] = (),
     save_output: bool = False,
     order: Sequence[int] | None = None,
+    passes: Sequence[int] = (),
+    updates: Sequence[int] = (),
     extra: Sequence[tuple[Sequence[int], torch.dtype]] = (),
     kind: Kind = "memory",
     flops: tuple[int, int] = (0, 0),
@@ -41,7 +43,7 @@ def fused(
     """One kernel from `inputs` to an output of `shape`, and one for its backward.
 
     `save` are positions of inputs kept for backward, `extra` further tensors made and kept (statistics, a
-    dropout mask). `order` are the output's dimensions from outermost to innermost in memory. `flops` are those of forward and backward, `counted_flops` without what a causal kernel skips.
+    dropout mask), `passes` inputs whose gradient is the output's itself (a residual), `updates` inputs written in place. `order` are the output's dimensions from outermost to innermost in memory. `flops` are those of forward and backward, `counted_flops` without what a causal kernel skips.
     """
     counted = flops if counted_flops is None else counted_flops
     order = tuple(range(len(shape))) if order is None else tuple(order)
@@ -53,6 +55,8 @@ def fused(
         dtype or inputs[0].dtype,
         tuple(save),
         save_output,
+        tuple(passes),
+        tuple(updates),
         tuple(extra),
         flops,
         counted,
@@ -83,20 +87,23 @@ class _DeviceKernels(TorchFunctionMode):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        name, kind, shape, order, dtype, save, save_output, extra, flops, counted, *inputs = args
+        name, kind, shape, order, dtype, save, save_output, passes, updates, extra, flops, counted, *inputs = args
         out = _empty(shape, order, dtype)
         made = [torch.empty(tuple(size), dtype=of, device="meta") for size, of in extra]
         ctx.save_for_backward(*(inputs[i] for i in save), *([out] if save_output else []), *made)
         ctx.name, ctx.kind, ctx.flops, ctx.counted = name, kind, flops[1], counted[1]
+        ctx.passes = passes
         ctx.shapes = [(tensor.shape, _order(tensor), tensor.dtype) for tensor in inputs]
-        record(name, kind=kind, reads=inputs, writes=[out, *made], flops=flops[0], counted_flops=counted[0])
+        written = [out, *made, *(inputs[i] for i in updates)]
+        record(name, kind=kind, reads=inputs, writes=written, flops=flops[0], counted_flops=counted[0])
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = [
-            _empty(shape, order, dtype) if needed else None
-            for (shape, order, dtype), needed in zip(ctx.shapes, ctx.needs_input_grad[_OPTIONS:], strict=True)
+        wanted = zip(ctx.shapes, ctx.needs_input_grad[_OPTIONS:], strict=True)
+        made: list[Tensor | None] = [
+            _empty(shape, order, dtype) if needed and number not in ctx.passes else None
+            for number, ((shape, order, dtype), needed) in enumerate(wanted)
         ]
         record(
             f"{ctx.name}_backward",
@@ -106,10 +113,12 @@ class _Fused(torch.autograd.Function):
             flops=ctx.flops,
             counted_flops=ctx.counted,
         )
+        for number in ctx.passes:
+            made[number] = gradients[0]
         return (None,) * _OPTIONS + tuple(made)
 
 
-_OPTIONS = 10
+_OPTIONS = 12
 """Arguments of `_Fused.forward` before the tensors."""
 
 

@@ -12,7 +12,7 @@ size instead: right all the same, only slower; `irregular` counts those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from pipeweaver.model.part import PartView
 from pipeweaver.semu.kernels import Kernels, device_kernels
 from pipeweaver.semu.sharding import Cut, Divided, Role, Sharding, shard, whole_operand
 from pipeweaver.semu.symbolic import Fit, measure
-from pipeweaver.semu.trace import Call, Kind, OperatorPhase, Trace, trace
+from pipeweaver.semu.trace import Call, Kind, OperatorPhase, Trace, fuse_accumulation, trace
 
 Floats = NDArray[np.float64]
 
@@ -123,12 +123,14 @@ class LayerGraph:
         dtype: torch.dtype,
         widths: Mapping[str, int] | None = None,
         kernels: Kernels = "cuda",
+        fused_accumulation: bool = False,
     ) -> None:
         self.spec = spec
         self.inputs = tuple(inputs)
         self.dtype = dtype
         self.widths = dict(widths or {})
         self.kernels = kernels
+        self.fused_accumulation = fused_accumulation
         self.num_traces = 0
         self.irregular = 0
         with torch.device("meta"), _WithoutValues():
@@ -207,6 +209,8 @@ class LayerGraph:
     def _sample(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[_Structure, Floats]:
         self.num_traces += 1
         traced = self.trace(items, links)
+        if self.fused_accumulation:
+            traced = fuse_accumulation(traced)
         whole = {given.name for given in self.inputs if _one_row_per_item(given, items)}
         sharding = shard(traced, whole_inputs=whole)
         self.roles |= sharding.roles
@@ -287,7 +291,7 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[_
             divided=divided,
             accumulates=call.accumulates,
         )
-        key = (call.name, call.phase, call.site, call.parameter, divided)
+        key = (call.name, call.phase, call.site, call.visit, call.parameter, divided)
         numbers = _numbers(call, sharding, traced)
         if key in lines:
             before = lines[key][1]
@@ -387,9 +391,3 @@ def sizes_key(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[o
         (tuple(sorted(item.sizes.items())), tuple((s.module, tuple(sorted(s.sizes.items()))) for s in sources))
         for item, sources in zip(items, links, strict=True)
     )
-
-
-def without_accumulation(counts: Counts) -> Counts:
-    """Counts where weight gradients are added up inside their matmuls, as fused kernels do it."""
-    keep = [i for i, operator in enumerate(counts.operators) if not operator.accumulates]
-    return replace(counts, operators=tuple(counts.operators[i] for i in keep), table=counts.table[keep])

@@ -164,12 +164,16 @@ def load_machine(name: str) -> Machine:
 
 
 def matmul_factor(machine: Machine, phase: str, m: float, k: float, n: float) -> tuple[float, bool]:
-    """(share of the peak, whether this very shape was measured) of one matmul C[m, n] = A[m, k] B[k, n]."""
+    """(share of the peak, whether this very shape was measured) of one matmul C[m, n] = A[m, k] B[k, n].
+
+    A shape measured above what the curve says of the largest ran alone at a clock that no training step sustains;
+    it counts as the largest do.
+    """
     table = machine.matmul
+    best = {"F": table.forward, "I": table.input, "W": table.weight}[phase]
     measured = table.measured[phase].get((round(m), round(k), round(n)))
     if measured is not None:
-        return measured, True
-    best = {"F": table.forward, "I": table.input, "W": table.weight}[phase]
+        return min(measured, best), True
     return best / (1 + table.half_m / m + table.half_n / n + table.half_k / k), False
 
 

@@ -115,6 +115,7 @@ def machine_text(head: str, source: Mapping[str, Any], links: str) -> str:
         "[memory]",
         f"factor = {memory['default']['efficient_factor']}",
         f"access_ns = {memory['default']['latency_us'] * 1000}",
+        f"factors = {{ {_loss_factors(memory)} }}",
         "",
         links.strip(),
         "",
@@ -138,6 +139,13 @@ def island_link(network: Mapping[str, Any], *, scale: float = 1.0) -> str:
         fixed = found.get("fixed_latency_us", 0.0)
         lines.append(f"{name} = {{ factor = {factor}, hop_ns = {hop * 1000:.6g}, fixed_ns = {fixed * 1000:.6g} }}")
     return "\n".join(lines)
+
+
+def _loss_factors(memory: Mapping[str, Any]) -> str:
+    """Shares of the bandwidth that losses over a vocabulary reach, fused and not, forward and backward."""
+    tables = {"ce": "vocabulary_loss", "ce_fusion": "cross_entropy"}
+    found = {tables[name]: memory[name]["efficient_factor"] for name in tables if name in memory}
+    return ", ".join(f"{name}{suffix} = {value:.4g}" for name, value in found.items() for suffix in ("", "_backward"))
 
 
 def _shape(text: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal
 
@@ -51,6 +51,7 @@ class Call:
     kind: Kind
     phase: OperatorPhase
     site: tuple[str, ...]
+    visit: int
     parameter: str
     shape: tuple[int, int, int, int]
     operands: tuple[int, ...]
@@ -143,12 +144,36 @@ def record(
     flops: int = 0,
     counted_flops: int | None = None,
 ) -> None:
-    """Report a device kernel that stands in for torch's operators, from inside its forward or backward."""
+    """Report a device kernel that stands in for torch's operators, from inside its forward or backward.
+
+    Outside a trace nobody listens.
+    """
+    assert all(tensor.is_meta for tensor in reads), f"kernel {name} has no arithmetic: it runs on the meta device only"
     recorder = _recorder.get()
-    assert recorder is not None, f"kernel {name} runs outside a trace; device kernels here have no arithmetic"
-    recorder.add(
-        name, kind, reads, writes, flops=flops, counted_flops=flops if counted_flops is None else counted_flops
-    )
+    if recorder is not None:
+        counted = flops if counted_flops is None else counted_flops
+        recorder.add(name, kind, reads, writes, flops=flops, counted_flops=counted)
+
+
+def fuse_accumulation(traced: Trace) -> Trace:
+    """The trace of a framework whose weight-gradient matmuls add to the gradient themselves: no tensor between."""
+    made = {number: call for call in traced.calls if call.kind == "matmul" for number, _ in call.writes}
+    gone: dict[int, int] = {}  # a matmul's result -> the gradient that it was added to
+    for call in traced.calls:
+        if call.accumulates:
+            source = next((number for number, _ in call.reads if number in made), None)
+            target = next((number for number, _ in call.writes), None)
+            if source is not None and target is not None:
+                gone[source] = target
+    calls = []
+    for call in traced.calls:
+        if call.accumulates and any(number in gone for number, _ in call.reads):
+            continue
+        writes = tuple((gone.get(number, number), touched) for number, touched in call.writes)
+        operands = tuple(gone.get(number, number) for number in call.operands)
+        live = tuple(number for number in call.live if number not in gone)
+        calls.append(replace(call, writes=writes, operands=operands, live=live))
+    return replace(traced, calls=tuple(calls))
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
@@ -172,6 +197,7 @@ class _Entry:
     kind: Kind
     forward: bool
     site: tuple[str, ...]
+    visit: int
     parameter: str
     shape: tuple[int, int, int, int]
     operands: tuple[int, ...]
@@ -211,6 +237,7 @@ class _Recorder(TorchDispatchMode):
         self.output_gradients: dict[str, int] = {}
         self.inputs = dict(inputs)
         self.parameters = dict(parameters)
+        self.visits: dict[tuple[int, str], int] = {}
         self.sites: dict[int, tuple[tuple[str, ...], str]] = {}
         self.base = sys._getframe(1)
         for name, tensor in inputs.items():
@@ -305,7 +332,7 @@ class _Recorder(TorchDispatchMode):
             "",
         )
         node = torch._C._current_autograd_node() if self.phase != "F" else None
-        accumulates = False
+        accumulates, visit = False, 0
         if self.phase == "F":
             site = _site(sys._getframe(2), self.base)
             sequence = torch._C._autograd._get_sequence_nr() - 1
@@ -319,6 +346,8 @@ class _Recorder(TorchDispatchMode):
             sequence = node._sequence_nr() if node is not None else -1
             site, forward_parameter = self.sites.get(sequence, (("backward",), ""))
             parameter = parameter or forward_parameter
+            visit = self.visits.get((sequence, name), 0)
+            self.visits[sequence, name] = visit + 1
         self.prune()
         self.entries.append(
             _Entry(
@@ -326,6 +355,7 @@ class _Recorder(TorchDispatchMode):
                 kind=kind,
                 forward=self.phase == "F",
                 site=site,
+                visit=visit,
                 parameter=parameter,
                 shape=shape,
                 operands=operands,
@@ -354,6 +384,7 @@ class _Recorder(TorchDispatchMode):
                 kind=entry.kind,
                 phase=phase,
                 site=entry.site,
+                visit=entry.visit,
                 parameter=entry.parameter,
                 shape=entry.shape,
                 operands=entry.operands,
