@@ -11,7 +11,9 @@ a worker is devices times a device's memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -22,11 +24,14 @@ from pipeweaver.schedule.connect import Gradients
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk
 from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.latency import LayerCost, Layout, Rule, layer_cost
-from pipeweaver.semu.layer import Input, LayerGraph, Parameters, sizes_key
+from pipeweaver.semu.layer import Input, LayerGraph, Parameters
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 
 EFFICIENT_ROWS = 32_768
 """Rows at which a module counts as running at its most efficient size: factors are within a percent of their limit."""
+
+MOST_ITEMS = 100_000
+"""Items whose sizes are kept for looking up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +61,12 @@ class Coverage:
         return self.guessed_ns / self.total_ns if self.total_ns else 0.0
 
 
-@dataclass(eq=False, kw_only=True)
-class _Layers:
-    """A module's layers by position: -1 for `before`, n for `after`."""
+class Run(NamedTuple):
+    """`repeats` equal layers, one after the other; `backward`: they take part in the backward."""
 
-    module: Module
-    graphs: dict[int, LayerGraph]
-    backward: dict[int, bool]
-    known: dict[tuple[int, object], LayerCost] = field(default_factory=dict)
+    layer: LayerGraph
+    backward: bool
+    repeats: int
 
 
 class SemuCosts:
@@ -96,27 +99,26 @@ class SemuCosts:
         self.source = _source(machine, tensor_parallel)
         machine.peak(dtype)
         self._modules = _module_layers(graph, getattr(torch, dtype), widths or {}, machine.kernels)
-        self._stages: dict[tuple[str, int, int, object], StageCost] = {}
+        self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
+        self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
+        self._known: dict[tuple[LayerGraph, object], LayerCost] = {}
+        self._items: dict[int, tuple[Item, object]] = {}
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
-        sizes = sizes_key(items, links)
-        key = (chunk.module, chunk.start, chunk.stop, sizes)
+        runs = self._runs(chunk.module, chunk.start, chunk.stop)
+        key = (runs, self._sizes(items, links))
         if key not in self._stages:
-            self._stages[key] = self._stage(chunk, items, links, sizes)
+            self._stages[key] = self._stage(runs, items, links, key[1])
         return self._stages[key]
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
         copies = max(1, -(-EFFICIENT_ROWS // max(1, rows)))
         many, many_links = [*items] * copies, [*links] * copies
-        sizes = sizes_key(many, many_links)
+        sizes = self._sizes(many, many_links)
         total = 0.0
-        layers = self._modules[module]
-        for position in layers.graphs:
-            cost = self._layer(layers, position, many, many_links, sizes)
-            total += cost.phase_ns["F"]
-            if layers.backward[position]:
-                total += cost.phase_ns["I"] + cost.phase_ns["W"]
+        for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
+            total += run.repeats * _duration_ns(self._layer(run.layer, many, many_links, sizes), run.backward)
         return round(total / copies)
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
@@ -156,64 +158,97 @@ class SemuCosts:
     @property
     def coverage(self) -> Coverage:
         """Of all layers costed so far, the share of time that rests on defaults instead of measurements."""
-        costs = [cost for layers in self._modules.values() for cost in layers.known.values()]
         return Coverage(
-            total_ns=sum(sum(cost.phase_ns.values()) for cost in costs),
-            guessed_ns=sum(cost.guessed_ns for cost in costs),
-            num_guessed=sum(cost.num_guessed for cost in costs),
+            total_ns=sum(sum(cost.phase_ns.values()) for cost in self._known.values()),
+            guessed_ns=sum(cost.guessed_ns for cost in self._known.values()),
+            num_guessed=sum(cost.num_guessed for cost in self._known.values()),
         )
 
     def layers(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
-    ) -> list[tuple[str, LayerCost, bool]]:
-        """(name, cost, whether it takes part in the backward) of every layer of a stage, in order."""
-        sizes = sizes_key(items, links)
-        layers = self._modules[chunk.module]
-        inside = _inside(layers.module, chunk.start, chunk.stop)
+    ) -> list[tuple[LayerCost, bool, int]]:
+        """(cost, whether it takes part in the backward, how many follow each other) of a stage's layers, in order."""
+        sizes = self._sizes(items, links)
         return [
-            (name, self._layer(layers, position, items, links, sizes), layers.backward[position])
-            for position, (name, _) in zip(inside, layers.module.range(chunk.start, chunk.stop), strict=True)
+            (self._layer(run.layer, items, links, sizes), run.backward, run.repeats)
+            for run in self._runs(chunk.module, chunk.start, chunk.stop)
         ]
 
-    def _stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]], sizes: object) -> StageCost:
-        costs = self.layers(chunk, items, links)
+    def _runs(self, module: str, start: int, stop: int) -> tuple[Run, ...]:
+        """Layers of a chunk, equal neighbours together."""
+        key = (module, start, stop)
+        if key not in self._chunks:
+            layers = [self._modules[module][position] for position in _inside(self.graph.by_name[module], start, stop)]
+            self._chunks[key] = tuple(
+                Run(layer=layer, backward=backward, repeats=len(list(same)))
+                for (layer, backward), same in groupby(layers, key=lambda one: one)
+            )
+        return self._chunks[key]
+
+    def _stage(
+        self, runs: Sequence[Run], items: Sequence[Item], links: Sequence[Sequence[Item]], sizes: object
+    ) -> StageCost:
+        costs = [self._layer(run.layer, items, links, sizes) for run in runs]
         degree = self.layout.tensor_parallel
-        forward = sum(cost.phase_ns["F"] for _, cost, _ in costs)
-        halves = {phase: sum(cost.phase_ns[phase] for _, cost, learns in costs if learns) for phase in ("I", "W")}
-        held = [_held_bytes(costs, i, degree, self.layout) if costs[i][2] else 0 for i in range(len(costs))]
-        loaded = sum(cost.counts.tensor_bytes[name] for _, cost, _ in costs for name in cost.counts.loaded)
+        forward, first, second, weight, loaded = 0.0, 0.0, 0.0, 0, 0
+        own: list[int] = []
+        held: list[int] = []
+        before = None
+        for run, cost in zip(runs, costs, strict=True):
+            forward += run.repeats * cost.phase_ns["F"]
+            loaded += sum(cost.counts.tensor_bytes(name) for name in cost.counts.structure.loaded)
+            own.append(0)
+            held.append(0)
+            if run.backward:
+                first += run.repeats * cost.phase_ns["I"]
+                second += run.repeats * cost.phase_ns["W"]
+                weight += run.repeats * cost.weight_bytes * degree
+                own[-1] = cost.saved_bytes * degree
+                entering = _between_bytes(before, cost, self.layout) if before else 0
+                between = _between_bytes(cost, cost, self.layout)
+                held[-1] = run.repeats * own[-1] + entering + (run.repeats - 1) * between
+            before = cost
+        learns = [run.backward for run in runs]
+        forward_live = [cost.forward_live * degree for cost in costs]
+        backward_live = [cost.backward_live * degree * learns[i] for i, cost in enumerate(costs)]
         return StageCost(
             forward_ns=round(forward),
-            backward_ns=round(halves["I"] + halves["W"]),
+            backward_ns=round(first + second),
             load_ns=round(1e9 * loaded / degree / self.machine.host_bandwidth),
-            input_ns=round(halves["I"]),
-            weight_ns=round(halves["I"] + halves["W"]) - round(halves["I"]),
+            input_ns=round(first),
+            weight_ns=round(first + second) - round(first),
             loaded_bytes=loaded,
             saved_bytes=sum(held),
-            forward_workspace_bytes=_workspace([c.forward_live * degree for _, c, _ in costs], held),
-            backward_workspace_bytes=_workspace([c.backward_live * degree * learns for _, c, learns in costs], held),
-            weight_bytes=sum(cost.weight_bytes * degree for _, cost, learns in costs if learns),
+            forward_workspace_bytes=_workspace(forward_live, own, held),
+            backward_workspace_bytes=_workspace(backward_live, own, held),
+            weight_bytes=weight,
         )
 
     def _layer(
-        self,
-        layers: _Layers,
-        position: int,
-        items: Sequence[Item],
-        links: Sequence[Sequence[Item]],
-        sizes: object,
+        self, layer: LayerGraph, items: Sequence[Item], links: Sequence[Sequence[Item]], sizes: object
     ) -> LayerCost:
-        graph = layers.graphs[position]
-        key = (id(graph), sizes)
-        if key not in layers.known:
-            layers.known[key] = layer_cost(graph.counts(items, links), self.machine, self.layout, self.rules)
-        return layers.known[key]
+        key = (layer, sizes)
+        if key not in self._known:
+            self._known[key] = layer_cost(layer.counts(items, links), self.machine, self.layout, self.rules)
+        return self._known[key]
+
+    def _sizes(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> object:
+        """All that the cost of a part may depend on, as something to look up by."""
+        return tuple(map(self._size, items)), tuple(tuple(map(self._size, sources)) for sources in links)
+
+    def _size(self, item: Item) -> object:
+        found = self._items.get(id(item))
+        if found is None or found[0] is not item:
+            if len(self._items) >= MOST_ITEMS:
+                self._items.clear()
+            found = self._items[id(item)] = (item, (item.module, tuple(sorted(item.sizes.items()))))
+        return found[1]
 
     def _parameters(self, layer: str) -> Parameters:
         name, _, rest = layer.partition(".")
-        layers = self._modules[name]
-        place = {"before": -1, "after": len(layers.module.layers)}
-        return layers.graphs[place[rest] if rest in place else int(rest.removeprefix("layers."))].parameters
+        places = {"before": -1, "after": len(self.graph.by_name[name].layers)}
+        position = places[rest] if rest in places else int(rest.removeprefix("layers."))
+        return self._modules[name][position][0].parameters
 
 
 _OPTIMIZERS = {
@@ -226,21 +261,22 @@ _OPTIMIZERS = {
 
 def _module_layers(
     graph: ModelGraph, dtype: torch.dtype, widths: Mapping[str, int], kernels: Kernels
-) -> dict[str, _Layers]:
-    """Layer graphs by module and position; layers of equal kind and inputs share one."""
+) -> dict[str, dict[int, tuple[LayerGraph, bool]]]:
+    """By module and position (-1 for `before`, n for `after`): the layer, and whether it takes part in the backward.
+
+    Layers of equal kind and inputs share one graph.
+    """
     gradients = Gradients(graph)
     shared: dict[object, LayerGraph] = {}
-    modules = {}
+    modules: dict[str, dict[int, tuple[LayerGraph, bool]]] = {}
     for module in graph.modules:
-        graphs: dict[int, LayerGraph] = {}
+        modules[module.name] = {}
         for position, spec in positions(module):
             inputs = _inputs(graph, module, position, spec, gradients)
             key = (spec.kind, spec.trainable, inputs)
             if key not in shared:
                 shared[key] = LayerGraph(spec, inputs, dtype=dtype, widths=widths, kernels=kernels)
-            graphs[position] = shared[key]
-        backward = {position: gradients.backward[module.name, position] for position, _ in positions(module)}
-        modules[module.name] = _Layers(module=module, graphs=graphs, backward=backward)
+            modules[module.name][position] = (shared[key], gradients.backward[module.name, position])
     return modules
 
 
@@ -267,25 +303,28 @@ def _inside(module: Module, start: int, stop: int) -> list[int]:
     return [*before, *range(start, stop), *after]
 
 
-def _held_bytes(costs: Sequence[tuple[str, LayerCost, bool]], index: int, degree: int, layout: Layout) -> int:
-    """Bytes on a worker that a layer holds for its backward, the tensors between it and the layer before included."""
-    cost = costs[index][1]
-    held = cost.saved_bytes * degree
-    if index:
-        before = costs[index - 1][1].counts
-        for name in cost.counts.saved_inputs | before.saved_outputs:
-            if f"out.{name}" in before.tensor_bytes and name in cost.counts.tensor_bytes:
-                held += cost.counts.tensor_bytes[name] * degree // layout.row_cut
-    return held
+def _between_bytes(before: LayerCost, after: LayerCost, layout: Layout) -> int:
+    """Bytes on a worker of the tensors between two layers that either of them holds for its backward."""
+    names = after.counts.structure.saved_inputs | before.counts.structure.saved_outputs
+    sent = [name for name in names if before.counts.tensor_bytes(f"out.{name}")]
+    return sum(after.counts.tensor_bytes(name) * layout.tensor_parallel // layout.row_cut for name in sent)
 
 
-def _workspace(live: Sequence[int], held: Sequence[int]) -> int:
-    """What a stage needs beyond all that it saves: the layer that peaks while the layers after it hold nothing."""
+def _duration_ns(cost: LayerCost, backward: bool) -> float:
+    return sum(cost.phase_ns.values()) if backward else cost.phase_ns["F"]
+
+
+def _workspace(live: Sequence[int], own: Sequence[int], held: Sequence[int]) -> int:
+    """What a stage needs beyond all that it saves, `held` by runs of equal layers, of which the last one peaks.
+
+    A layer that holds `live` while it runs keeps `own` of it; the layers after it hold nothing yet (forward) or
+    nothing any more (backward).
+    """
     after = sum(held)
     worst = 0
-    for bytes_live, bytes_held in zip(live, held, strict=True):
+    for bytes_live, bytes_own, bytes_held in zip(live, own, held, strict=True):
         after -= bytes_held
-        worst = max(worst, bytes_live - bytes_held - after)
+        worst = max(worst, bytes_live - bytes_own - after)
     return worst
 
 

@@ -102,9 +102,13 @@ class StepEstimate:
         return tuple(sum(parts.values()) for parts in self.memory)
 
 
-def estimate_job(job: Job, machine: Machine) -> StepEstimate:
+Known = dict[object, dict[str, LayerCost]]
+"""Layer costs on one machine, by what they depend on: shared between the estimates of many jobs."""
+
+
+def estimate_job(job: Job, machine: Machine, known: Known | None = None) -> StepEstimate:
     """Step time and memory. Raises ValueError if layers do not divide over the stages."""
-    stages = job_stages(job, machine)
+    stages = job_stages(job, machine, {} if known is None else known)
     pipeline = pipeline_ns(
         [stage.forward_ns for stage in stages],
         [stage.backward_ns for stage in stages],
@@ -123,7 +127,7 @@ def estimate_job(job: Job, machine: Machine) -> StepEstimate:
     )
 
 
-def job_stages(job: Job, machine: Machine) -> tuple[Stage, ...]:
+def job_stages(job: Job, machine: Machine, known: Known) -> tuple[Stage, ...]:
     """Stages of a job; a microbatch's transfers are part of them where they do not overlap."""
     per_stage, rest = divmod(job.num_layers, job.pipeline_parallel)
     if rest:
@@ -133,7 +137,10 @@ def job_stages(job: Job, machine: Machine) -> tuple[Stage, ...]:
         sequence_parallel=job.framework.sequence_parallel and job.tensor_parallel > 1,
         dtype=job.dtype,
     )
-    costs = {name: layer_cost(_counts(job, name), machine, layout) for name in ("before", "block", "after")}
+    key = (job.layers.block.kind, job.microbatch, job.sequence, layout)
+    if key not in known:
+        known[key] = {name: layer_cost(_counts(job, name), machine, layout) for name in ("before", "block", "after")}
+    costs = known[key]
     stages = []
     for rank in range(job.pipeline_parallel):
         names = ["block"] * per_stage
@@ -220,7 +227,7 @@ def _stage(
         ends = (rank > 0) + (rank < job.pipeline_parallel - 1)
         forward += ends * stage_transfer_ns(job, machine)
         backward += ends * stage_transfer_ns(job, machine)
-    parameters = [_layer(job, name).traced_parameters() for name in names]
+    parameters = {name: _layer(job, name).traced_parameters().on_device(job.tensor_parallel) for name in set(names)}
     held = [_held_bytes(job, costs[name], layout, first=i == 0 and rank == 0) for i, name in enumerate(names)]
     after = sum(held)
     workspace = 0
@@ -233,7 +240,7 @@ def _stage(
     return Stage(
         forward_ns=forward,
         backward_ns=backward,
-        parameter_bytes=sum(p.on_device(job.tensor_parallel) for p in parameters),
+        parameter_bytes=sum(parameters[name] for name in names),
         saved_bytes=sum(held),
         workspace_bytes=workspace,
         kept_bytes=_kept_bytes(job, names) if job.framework.kept_weight_gradients else 0,
@@ -242,8 +249,8 @@ def _stage(
 
 def _held_bytes(job: Job, cost: LayerCost, layout: Layout, *, first: bool) -> int:
     """Bytes that a layer holds for its backward on one device, the activation that enters it included."""
-    entering = spread_bytes(cost.counts.tensor_bytes.get("x", 0), 0, 0, layout)
-    if first or "x" not in cost.counts.saved_inputs:
+    entering = spread_bytes(cost.counts.tensor_bytes("x"), 0, 0, layout)
+    if first or "x" not in cost.counts.structure.saved_inputs:
         entering = 0
     if job.framework.recompute:
         return int(entering)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,10 @@ from pipeweaver.semu.layer import (
     LIVE_ROWS,
     LIVE_SPLIT,
     LIVE_WHOLE,
-    SAVED,
-    WEIGHT,
     Counts,
-    K,
-    M,
     N,
     Operator,
+    Structure,
 )
 from pipeweaver.semu.machine import (
     Collective,
@@ -50,6 +47,7 @@ from pipeweaver.semu.machine import (
 )
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +81,16 @@ Rule = Callable[[Operator, Launch], float | None]
 class LayerCost:
     """A layer on one device of its worker. Times in ns (float), memory in bytes.
 
-    `operator_ns` [operators] and `exchange_ns` [exchanges] are in the order of the counts. `guessed_ns` is the
-    part of the time that rests on no measurement of this machine. `saved_bytes` as in `Counts.memory`.
-    `forward_live` and `backward_live` are peaks of what the layer holds while it runs, parameters and
-    inputs aside.
+    `operator_ns` [operators] and `exchange_ns` [exchanges] are in the order of the counts, `phase_ns` sums them
+    by phase F, I and W. `guessed_ns` is the part of the time that rests on no measurement of this machine,
+    `num_guessed` counts its launches. `saved_bytes` and `weight_bytes` as in `Counts.memory`. `forward_live` and
+    `backward_live` are peaks of what the layer holds while it runs, parameters and inputs aside.
     """
 
     counts: Counts
     operator_ns: Floats
     exchange_ns: Floats
+    phase_ns: dict[str, float]
     flops: float
     guessed_ns: float
     num_guessed: int
@@ -100,81 +99,59 @@ class LayerCost:
     forward_live: int
     backward_live: int
 
-    @cached_property
-    def phase_ns(self) -> dict[str, float]:
-        """Time of each of the phases F, I and W, exchanges included."""
-        found = {"F": 0.0, "I": 0.0, "W": 0.0}
-        for operator, ns in zip(self.counts.operators, self.operator_ns.tolist(), strict=True):
-            found[operator.phase] += ns
-        for exchange, ns in zip(self.counts.exchanges, self.exchange_ns.tolist(), strict=True):
-            found[exchange.phase] += ns
-        return found
-
 
 def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Rule, ...] = ()) -> LayerCost:
     """Cost of a layer on one device of a worker laid out so.
 
     Raises ValueError if the machine has no peak for the layout's dtype.
     """
+    plan = _plan(counts.structure, machine, layout)
     table, degree = counts.table, layout.tensor_parallel
-    launches = np.maximum(table[:, COUNT], 1)
-    cut = np.array([_COLUMN[operator.divided] for operator in counts.operators], dtype=np.int64)
-    divided = cut >= 0
-    flops = table[:, COUNTED_FLOPS] / np.where(divided, degree, 1)
-    shapes = table[:, [BATCH, M, K, N]] / launches[:, None]
-    rows = np.nonzero(divided)[0]
-    shapes[rows, cut[rows]] /= degree
-    num_bytes = table[:, BYTES_WHOLE] + table[:, BYTES_SPLIT] / degree + table[:, BYTES_ROWS] / layout.row_cut
-    operator_ns = np.empty(len(table))
-    guessed, num_guessed = 0.0, 0
-    calibrated = bool(machine.calibrated)
-    peak = machine.peak(layout.dtype)
-    memory = machine.memory
-    for i, operator in enumerate(counts.operators):
-        count = launches[i]
-        each = Launch(
-            flops=flops[i] / count,
-            num_bytes=num_bytes[i] / count,
-            shape=(shapes[i, 0], shapes[i, 1], shapes[i, 2], shapes[i, 3]),
-        )
-        ruled = next((ns for rule in rules if (ns := rule(operator, each)) is not None), None)
+    count = table[:, COUNT]
+    launches = np.maximum(count, 1)
+    flops = table[:, COUNTED_FLOPS] / (plan.divisor * launches)
+    num_bytes = (
+        table[:, BYTES_WHOLE] + table[:, BYTES_SPLIT] / degree + table[:, BYTES_ROWS] / layout.row_cut
+    ) / launches
+    shapes = table[:, BATCH : N + 1] / launches[:, None] / plan.shape_divisor
+    each_ns = np.maximum(machine.memory.access_ns + num_bytes / plan.bytes_per_ns, machine.floor_ns)
+    for rows, found in (
+        (plan.matmuls, _matmul_ns(machine, plan, flops, shapes)),
+        (plan.attentions, _attention_ns(machine, plan, flops)),
+    ):
+        each_ns[rows] = np.maximum(each_ns[rows], found)
+    guessed = np.full(len(table), not machine.calibrated)
+    for i in range(len(table) if rules else 0):
+        launch = Launch(flops=flops[i], num_bytes=num_bytes[i], shape=tuple(shapes[i].tolist()))
+        ruled = next((ns for rule in rules if (ns := rule(counts.operators[i], launch)) is not None), None)
         if ruled is not None:
-            operator_ns[i] = ruled * table[i, COUNT]
-            continue
-        share = memory.factors.get(operator.name, memory.factor)
-        ns = memory.access_ns + 1e9 * each.num_bytes / (machine.memory_bandwidth * share)
-        if operator.kind == "matmul" and each.flops:
-            factor, _ = matmul_factor(machine, operator.phase, *each.shape[1:])
-            ns = max(ns, 1e9 * each.flops / (peak * factor))
-        elif operator.kind == "attention" and each.flops:
-            factor = attention_factor(machine, operator.phase, each.flops)
-            ns = max(ns, 1e9 * each.flops / (peak * factor))
-        operator_ns[i] = max(ns, machine.floor_ns) * table[i, COUNT]
-        if not calibrated:
-            guessed += float(operator_ns[i])
-            num_guessed += int(count)
+            each_ns[i], guessed[i] = ruled, False
+    operator_ns = each_ns * count
     exchange_ns = np.array(
         [
             exchange_time(machine, layout, exchange.kind, exchange.phase, size)
-            for exchange, size in zip(counts.exchanges, counts.exchanged_bytes.tolist(), strict=True)
+            for exchange, size in zip(counts.structure.exchanges, counts.exchanged_bytes.tolist(), strict=True)
         ]
     )
-    forward = np.array([operator.phase == "F" for operator in counts.operators], dtype=bool)
+    sums = np.bincount(plan.phase, operator_ns, 3)
+    if len(exchange_ns):
+        sums += np.bincount(plan.exchange_phase, exchange_ns, 3)
     live = table[:, LIVE_WHOLE] + table[:, LIVE_SPLIT] / degree + table[:, LIVE_ROWS] / layout.row_cut
-    if layout.sequence_parallel and degree > 1:
+    if layout.row_cut > 1:
         live = live + table[:, GATHERED]
-    saved = _spread(counts.memory, layout)
+    saved, weight = (spread_bytes(rows, split, whole, layout) for rows, split, whole in counts.memory.tolist())
     return LayerCost(
         counts=counts,
         operator_ns=operator_ns,
         exchange_ns=exchange_ns,
+        phase_ns={"F": float(sums[0]), "I": float(sums[1]), "W": float(sums[2])},
         flops=float(table[:, FLOPS].sum()),
-        guessed_ns=guessed + (0.0 if calibrated else float(exchange_ns.sum())),
-        num_guessed=num_guessed,
-        saved_bytes=int(saved[SAVED]),
-        weight_bytes=int(saved[WEIGHT]),
-        forward_live=int(live[forward].max(initial=0)),
-        backward_live=int(live[~forward].max(initial=0)),
+        guessed_ns=float(operator_ns[guessed].sum()) + (0.0 if machine.calibrated else float(exchange_ns.sum())),
+        num_guessed=int(count[guessed].sum()),
+        saved_bytes=int(saved),
+        weight_bytes=int(weight),
+        forward_live=int(live[plan.phase == 0].max(initial=0)),
+        backward_live=int(live[plan.phase > 0].max(initial=0)),
     )
 
 
@@ -203,8 +180,67 @@ def spread_bytes(rows: float, split: float, whole: float, layout: Layout) -> flo
     return whole + split / layout.tensor_parallel + rows / layout.row_cut
 
 
-def _spread(memory: Floats, layout: Layout) -> list[float]:
-    return [spread_bytes(rows, split, whole, layout) for rows, split, whole in memory.tolist()]
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """All of a layer's cost that does not change with its sizes, as arrays over its operators.
+
+    `divisor`: over how many devices FLOPs are spread; `shape_divisor` [operators, 4] likewise for each dimension.
+    `phase` is 0 for F, 1 for I, 2 for W. `matmuls` and `attentions` are places of those operators, `peaks` the
+    shares of the peak that the largest matmuls reach.
+    """
+
+    divisor: Floats
+    shape_divisor: Floats
+    bytes_per_ns: Floats
+    phase: Ints
+    exchange_phase: Ints
+    matmuls: Ints
+    attentions: Ints
+    peaks: Floats
+    peak_flops: float
+    phases: tuple[str, ...]
 
 
-_COLUMN = {"batch": 0, "m": 1, "k": 2, "n": 3, "none": -1}
+@lru_cache(maxsize=4096)
+def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
+    operators = structure.operators
+    cut = [_DIMENSION[operator.divided] for operator in operators]
+    shape_divisor = np.ones((len(operators), 4))
+    for row, dimension in enumerate(cut):
+        if dimension is not None:
+            shape_divisor[row, dimension] = layout.tensor_parallel
+    memory = machine.memory
+    shares = np.array([memory.factors.get(operator.name, memory.factor) for operator in operators])
+    matmuls = [row for row, operator in enumerate(operators) if operator.kind == "matmul"]
+    best = {"F": machine.matmul.forward, "I": machine.matmul.input, "W": machine.matmul.weight}
+    return _Plan(
+        divisor=shape_divisor.prod(axis=1),
+        shape_divisor=shape_divisor,
+        bytes_per_ns=machine.memory_bandwidth * shares / 1e9,
+        phase=np.array(["FIW".index(operator.phase) for operator in operators], np.int64),
+        exchange_phase=np.array(["FIW".index(exchange.phase) for exchange in structure.exchanges], np.int64),
+        matmuls=np.array(matmuls, np.int64),
+        attentions=np.array([row for row, operator in enumerate(operators) if operator.kind == "attention"], np.int64),
+        peaks=np.array([best[operators[row].phase] for row in matmuls]),
+        peak_flops=machine.peak(layout.dtype),
+        phases=tuple(operator.phase for operator in operators),
+    )
+
+
+def _matmul_ns(machine: Machine, plan: _Plan, flops: Floats, shapes: Floats) -> Floats:
+    table = machine.matmul
+    _, m, k, n = np.maximum(shapes[plan.matmuls], 1e-9).T
+    factors = plan.peaks / (1 + table.half_m / m + table.half_n / n + table.half_k / k)
+    if table.measured_forward or table.measured_input or table.measured_weight:
+        for place, row in enumerate(plan.matmuls.tolist()):
+            factors[place], _ = matmul_factor(machine, plan.phases[row], m[place], k[place], n[place])
+    return 1e9 * flops[plan.matmuls] / (plan.peak_flops * factors)
+
+
+def _attention_ns(machine: Machine, plan: _Plan, flops: Floats) -> list[float]:
+    rows = plan.attentions.tolist()
+    factors = [attention_factor(machine, plan.phases[row], flops[row]) if flops[row] else 1.0 for row in rows]
+    return [1e9 * flops[row] / (plan.peak_flops * factor) for row, factor in zip(rows, factors, strict=True)]
+
+
+_DIMENSION = {"batch": 0, "m": 1, "k": 2, "n": 3, "none": None}

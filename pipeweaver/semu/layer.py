@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -65,12 +66,11 @@ class Exchanged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Numbers of a layer on one part, before it is cut over devices.
+class Structure:
+    """What does not change with the sizes of a part.
 
-    `table` [operators, COLUMNS], `exchanged_bytes` [exchanges], `memory` [2, 3] (SAVED, WEIGHT; rows, split,
-    whole). `saved_inputs` and `saved_outputs` name what crosses the layer's boundary and is held for
-    backward, `loaded` the inputs that come from the data set; `tensor_bytes` has the bytes of all inputs and outputs.
+    `saved_inputs` and `saved_outputs` name what crosses the layer's boundary and is held for backward,
+    `loaded` the inputs that come from the data set, `tensors` all inputs, then outputs as "out.NAME".
     """
 
     operators: tuple[Operator, ...]
@@ -78,10 +78,39 @@ class Counts:
     saved_inputs: frozenset[str]
     saved_outputs: frozenset[str]
     loaded: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+    @cached_property
+    def boundary(self) -> dict[str, int]:
+        """Place of each tensor of the boundary in `Counts.tensor_sizes`."""
+        return {name: place for place, name in enumerate(self.tensors)}
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Numbers of a layer on one part, before it is cut over devices.
+
+    `table` [operators, COLUMNS], `exchanged_bytes` [exchanges], `memory` [2, 3] (SAVED, WEIGHT; rows, split,
+    whole), `tensor_sizes` [tensors] in bytes.
+    """
+
+    structure: Structure
     table: Floats
     exchanged_bytes: Floats
     memory: Floats
-    tensor_bytes: dict[str, int]
+    tensor_sizes: Floats
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        return self.structure.operators
+
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes of a tensor of the boundary; 0 if there is none of that name."""
+        place = self.structure.boundary.get(name)
+        return 0 if place is None else int(self.tensor_sizes[place])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +166,7 @@ class LayerGraph:
             self.module: nn.Module = spec.build().to(dtype).requires_grad_(spec.trainable)
         self._fits: dict[tuple[str, ...], _Family] = {}
         self.roles: dict[str, Role] = {}
+        self._traced_parameters: Parameters | None = None
 
     def counts(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Counts:
         """Counts of forward and backward on a part."""
@@ -177,11 +207,14 @@ class LayerGraph:
 
     def traced_parameters(self) -> Parameters:
         """The same by the roles that traces found: a patch embedding's matrix is whole. Only after a trace."""
+        if self._traced_parameters is not None:
+            return self._traced_parameters
         by_role: dict[Role, int] = {}
         for name, parameter in self.module.named_parameters():
             role = self.roles.get(name, "whole")
             by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
-        return Parameters(by_role=by_role, trainable=self.spec.trainable)
+        self._traced_parameters = Parameters(by_role=by_role, trainable=self.spec.trainable)
+        return self._traced_parameters
 
     def trace(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Trace:
         """Trace the layer on a part."""
@@ -206,7 +239,7 @@ class LayerGraph:
             kernels=device_kernels(self.kernels),
         )
 
-    def _sample(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[_Structure, Floats]:
+    def _sample(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[Structure, Floats]:
         self.num_traces += 1
         traced = self.trace(items, links)
         if self.fused_accumulation:
@@ -245,16 +278,6 @@ _FIRST = ("parts", "items", "tokens", "squares")
 _CUTS: tuple[Cut, Cut, Cut] = ("rows", "split", "whole")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Structure:
-    operators: tuple[Operator, ...]
-    exchanges: tuple[Exchanged, ...]
-    saved_inputs: frozenset[str]
-    saved_outputs: frozenset[str]
-    loaded: tuple[str, ...]
-    tensors: tuple[str, ...]
-
-
 class _WithoutValues(TorchFunctionMode):
     """Skips drawing initial values on the meta device: there are none, and torch loads its compiler to draw them."""
 
@@ -272,13 +295,13 @@ class _Family:
 
     def __init__(self, *, fit: Fit) -> None:
         self.fit = fit
-        self.structure: _Structure | None = None
+        self.structure: Structure | None = None
         self.checked = False
         self.irregular = False
-        self.seen: dict[tuple[object, ...], tuple[_Structure, Floats]] = {}
+        self.seen: dict[tuple[object, ...], tuple[Structure, Floats]] = {}
 
 
-def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[_Structure, Floats]:
+def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[Structure, Floats]:
     """Structure and one flat vector of all numbers of a trace."""
     lines: dict[tuple[object, ...], tuple[Operator, Floats]] = {}
     for call, divided in zip(traced.calls, sharding.divided, strict=True):
@@ -306,7 +329,7 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[_
     memory = np.array([_by_cut(numbers, sharding, traced) for numbers in (own_saved, held - produced)])
     inputs = {storage.name: n for n, storage in enumerate(storages) if storage.role == "input"}
     tensors = {**inputs, **{f"out.{name}": n for name, n in traced.outputs.items()}}
-    structure = _Structure(
+    structure = Structure(
         operators=tuple(operator for operator, _ in lines.values()),
         exchanges=tuple(Exchanged(kind=e.kind, phase=e.phase) for e in sharding.exchanges),
         saved_inputs=frozenset(name for name, n in inputs.items() if n in traced.saved),
@@ -323,20 +346,15 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[_
     return structure, np.concatenate([np.asarray(v, np.float64) for v in values])
 
 
-def _unpack(structure: _Structure, values: Floats) -> Counts:
+def _unpack(structure: Structure, values: Floats) -> Counts:
     operators, exchanges = len(structure.operators), len(structure.exchanges)
-    table = values[: operators * COLUMNS].reshape(operators, COLUMNS)
     rest = values[operators * COLUMNS :]
     return Counts(
-        operators=structure.operators,
-        exchanges=structure.exchanges,
-        saved_inputs=structure.saved_inputs,
-        saved_outputs=structure.saved_outputs,
-        loaded=structure.loaded,
-        table=table,
+        structure=structure,
+        table=values[: operators * COLUMNS].reshape(operators, COLUMNS),
         exchanged_bytes=rest[:exchanges],
         memory=rest[exchanges : exchanges + 6].reshape(2, 3),
-        tensor_bytes=dict(zip(structure.tensors, map(int, rest[exchanges + 6 :]), strict=True)),
+        tensor_sizes=rest[exchanges + 6 :],
     )
 
 

@@ -103,7 +103,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cluster: Link
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Machine(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_fields=True):
     """A device and what joins it to others.
 
     `peak_flops` by dtype name. `kernels`: whose operators are one kernel (`kernels.py`). `floor_ns`: no kernel takes less. `host_bandwidth`: bytes/s to host memory, for

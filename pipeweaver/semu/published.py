@@ -4,12 +4,13 @@
     llama(hidden=8192, heads=64, key_heads=8, ffn=28672, vocabulary=128256)     Megatron, bfloat16, fused kernels
 
 Each is (before, block, after) as layer specs; items are sequences of "tokens". Only shapes and kernels: these
-layers are traced, never run.
+layers are traced, never run. Equal calls return the same layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ class Layers:
     after: LayerSpec
 
 
+@cache
 def gpt(*, hidden: int, heads: int, vocabulary: int, sequence: int) -> Layers:
     """GPT as in Megatron-LM before flash attention: learned positions, LayerNorm, 4 * hidden, GELU, dropout 0.1."""
     x = TensorSpec(name="x", width=hidden)
@@ -43,12 +45,11 @@ def gpt(*, hidden: int, heads: int, vocabulary: int, sequence: int) -> Layers:
             carries=(x,),
         ),
         block=LayerSpec(kind=f"gpt.block {sizes}", build=lambda: _GptBlock(hidden, heads), carries=(x,)),
-        after=LayerSpec(
-            kind=f"gpt.after {sizes}", build=lambda: _GptHead(hidden, vocabulary), loads=("labels",)
-        ),
+        after=LayerSpec(kind=f"gpt.after {sizes}", build=lambda: _GptHead(hidden, vocabulary), loads=("labels",)),
     )
 
 
+@cache
 def llama(*, hidden: int, heads: int, key_heads: int, ffn: int, vocabulary: int) -> Layers:
     """Llama as in Megatron core with Transformer Engine: RMSNorm, rotary, grouped queries, SwiGLU, fused loss."""
     x = TensorSpec(name="x", width=hidden)
@@ -63,9 +64,7 @@ def llama(*, hidden: int, heads: int, key_heads: int, ffn: int, vocabulary: int)
         block=LayerSpec(
             kind=f"llama.block {sizes}", build=lambda: _LlamaBlock(hidden, heads, key_heads, ffn), carries=(x,)
         ),
-        after=LayerSpec(
-            kind=f"llama.after {sizes}", build=lambda: _LlamaHead(hidden, vocabulary), loads=("labels",)
-        ),
+        after=LayerSpec(kind=f"llama.after {sizes}", build=lambda: _LlamaHead(hidden, vocabulary), loads=("labels",)),
     )
 
 
@@ -174,9 +173,7 @@ def _dropout(x: Tensor) -> Tensor:
 
 
 def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return fused(
-        "bias_dropout_add", x, bias, residual, shape=x.shape, passes=(2,), extra=((x.shape, torch.bool),)
-    )
+    return fused("bias_dropout_add", x, bias, residual, shape=x.shape, passes=(2,), extra=((x.shape, torch.bool),))
 
 
 def _rotary(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tests.semu.layers import WIDTHS, image, text, tiny_vlm
 def graphs(**options: object) -> dict[str, LayerGraph]:
     costs = SemuCosts(tiny_vlm(), load_machine("H100"), widths=WIDTHS)
     return {
-        f"{module.name}.{position}": costs._modules[module.name].graphs[position]
+        f"{module.name}.{position}": costs._modules[module.name][position][0]
         for module in costs.graph.modules
         for position, _ in positions(module)
     }
@@ -50,7 +50,7 @@ def test_counts_of_sizes_never_traced_are_those_of_a_trace(name: str) -> None:
         assert np.array_equal(found.table, fresh.table)
         assert np.array_equal(found.memory, fresh.memory)
         assert np.array_equal(found.exchanged_bytes, fresh.exchanged_bytes)
-        assert found.tensor_bytes == fresh.tensor_bytes
+        assert np.array_equal(found.tensor_sizes, fresh.tensor_sizes)
     assert symbolic.num_traces == traced
 
 
@@ -105,8 +105,8 @@ def test_matmuls_alternate_between_column_and_row_parallel() -> None:
 
 def test_a_block_exchanges_what_megatron_does() -> None:
     counts = graphs()["language.0"].counts(*part("language", 3))
-    rows = counts.tensor_bytes["x"]
-    kinds = [(exchange.kind, exchange.phase) for exchange in counts.exchanges]
+    rows = counts.tensor_bytes("x")
+    kinds = [(exchange.kind, exchange.phase) for exchange in counts.structure.exchanges]
     # Forward: gather, scatter, twice. Backward: gradients gathered and scattered, saved inputs gathered again, twice.
     assert sorted(kinds) == sorted(2 * [("enter", "F"), ("leave", "F"), ("leave", "I"), ("enter", "I"), ("enter", "W")])
     assert set(counts.exchanged_bytes) == {rows}
@@ -116,7 +116,7 @@ def test_a_block_exchanges_what_megatron_does() -> None:
 def test_saved_bytes_equal_those_of_a_real_forward(name: str) -> None:
     costs = SemuCosts(tiny_vlm(), load_machine("cpu"), dtype="float32", widths=WIDTHS)
     module, position = name.split(".")
-    layer = costs._modules[module].graphs[int(position)]
+    layer = costs._modules[module][int(position)][0]
     picture = image(0, 4, 6)
     items, links = ([picture], [[]]) if module == "vision" else ([text(0, 21)], [[picture]])
     found = layer.trace(items, links)
@@ -169,6 +169,6 @@ def test_causal_attention_counts_half_the_square_and_the_diagonal() -> None:
 
 def test_unknown_columns_of_a_loaded_tensor_are_refused() -> None:
     costs = SemuCosts(tiny_vlm(), load_machine("H100"))
-    layer = costs._modules["vision"].graphs[-1]
+    layer = costs._modules["vision"][-1][0]
     with pytest.raises(ValueError, match="pixels"):
         layer.counts([image(0, 4, 4)], [[]])
