@@ -55,7 +55,7 @@ def step_metrics(
     *,
     loss: float,
     learning_rate: float,
-    gradient_norm: float,
+    gradient_norm: float | None,
     reported: Mapping[str, float] | None = None,
 ) -> StepMetrics:
     """Figures of a step from the plans of all its replicas and what was measured of each, in the same order.

@@ -11,7 +11,7 @@ place of the plan.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from pipeweaver.costs import Costs
@@ -21,7 +21,7 @@ from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, RunPlan
-from pipeweaver.runtime.process import exit_code, in_words
+from pipeweaver.runtime.process import exit_code, in_words, use_cores
 from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.ir import Placement, Plan
 from pipeweaver.schedule.verify import verify
@@ -87,17 +87,26 @@ class Order:
 class Ahead:
     """The planner thread. `orders` is pulled on the thread: making the next order is making its plans.
 
-    Every worker of every replica (`readers` in each) takes every order. `planned[number]` is kept until it is taken.
+    Every worker of every replica (`readers` in each) takes every order, from number `first` on. `cores` are what
+    the thread may run on, where that is not what the process may.
     """
 
     def __init__(
-        self, orders: Iterable[Order], exchange: Exchange, *, num_replicas: int, readers: int, first: int = 0
+        self,
+        orders: Iterable[Order],
+        exchange: Exchange,
+        *,
+        num_replicas: int,
+        readers: int,
+        first: int = 0,
+        cores: Collection[int] = (),
     ) -> None:
         self._orders: Iterator[Order] = iter(orders)
         self._exchange = exchange.clone()
         self._num_replicas = num_replicas
         self._readers = readers
         self._first = first
+        self._cores = cores
         self._planned: dict[int, Order] = {}
         self._may_plan = threading.Semaphore(1)
         self._ended = False
@@ -117,6 +126,7 @@ class Ahead:
         self._thread.join()
 
     def _run(self) -> None:
+        use_cores(self._cores)
         number = self._first
         try:
             while True:

@@ -27,13 +27,18 @@ MOST_WAIT = timedelta(days=1)
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """This process among the workers of the run. `store` is for messages; the group is torch's default one."""
+    """This process among the workers of the run. `store` is for messages; the group is torch's default one.
+
+    `helper_cores` are for threads beside the worker's own, such as the planner: cores that no worker is pinned
+    to, or all if there are none; empty where nothing is pinned.
+    """
 
     rank: int
     address: Address
     workers: WorkerMap
     device: torch.device
     store: Store
+    helper_cores: frozenset[int]
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +60,7 @@ def join(workers: Workers, device: str) -> Membership:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     chosen = choose_device(device, local_rank, local_size)
-    _take_cores(workers, local_rank, local_size)
+    helper_cores = _take_cores(workers, local_rank, local_size) if chosen.type == "cpu" else frozenset()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     store, _, _ = next(dist.rendezvous("env://"))
@@ -75,6 +80,7 @@ def join(workers: Workers, device: str) -> Membership:
         workers=workers_map,
         device=chosen,
         store=cast(Store, dist.PrefixStore("messages", store)),  # torch's stubs know no bytes
+        helper_cores=helper_cores,
     )
 
 
@@ -94,8 +100,12 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
     return torch.device("cuda", local_rank)
 
 
-def _take_cores(workers: Workers, local_rank: int, local_size: int) -> None:
+def _take_cores(workers: Workers, local_rank: int, local_size: int) -> frozenset[int]:
+    """Keep this process to its threads and, if asked for, to its cores; returns the cores for helpers."""
     torch.set_num_threads(workers.threads)
-    cores = cores_of(local_rank, local_size, workers.threads, available_cores()) if workers.pin else ()
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+    cores = available_cores()
+    mine = cores_of(local_rank, local_size, workers.threads, cores) if workers.pin else ()
+    if not mine or not hasattr(os, "sched_setaffinity"):
+        return frozenset()
+    os.sched_setaffinity(0, mine)
+    return frozenset(cores[local_size * workers.threads :] or cores)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from pipeweaver.runtime.process import PARENT
 
 POLL_S = 0.05
-TERMINATE_S = 1.5
+TERMINATE_S = 3.0
 """From SIGTERM to SIGKILL: time to close files, not to wait for a peer that may never answer."""
 
 

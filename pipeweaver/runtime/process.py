@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import NoReturn
 
@@ -79,6 +79,12 @@ def run_worker(function: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def use_cores(cores: Collection[int]) -> None:
+    """Keep the calling thread to `cores`, where the system can; an empty collection changes nothing."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
 
 
 def exit_code(error: Exception) -> int:

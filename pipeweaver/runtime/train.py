@@ -12,7 +12,7 @@ Only the first rank plans (`ahead.py`) and hears reports (`collect.py`), each on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from pipeweaver.runtime.orders import planned_orders, replayed_orders
 from pipeweaver.runtime.process import exit_code, in_words
 from pipeweaver.runtime.recorded import Recorder
 from pipeweaver.runtime.transport import ProcessTransport
-from pipeweaver.runtime.watchdog import Watchdog
+from pipeweaver.runtime.watchdog import Watchdog, watched
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
 
@@ -92,12 +92,13 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
         if membership.is_first:
             ahead_ns = [offset.ahead_ns for offset in offsets]
             first = FirstRank(job, exchange, graph, observers, ahead_ns)
-            first.give_orders(loader, datasets.get("held-out"), costs, budget_bytes)
+            first.give_orders(loader, datasets.get("held-out"), costs, budget_bytes, membership.helper_cores)
         setup = exchange.receive(0, membership.address.replica)
         assert isinstance(setup, Setup)
         if setup.job != prepare.fingerprint(job):
             raise ValueError(f"{job.path} is not the job that the first worker runs; give all hosts the same file")
-        worker = _build_worker(job, graph, setup.placement, transport, loads["train"])
+        watchdog = Watchdog(job.run.watchdog_s)
+        worker = _build_worker(job, graph, setup.placement, transport, loads["train"], watchdog)
         try:
             _run_orders(job, worker, exchange, loads, first)
         except FirstRankFailed:
@@ -106,7 +107,9 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
             first.close()  # what was run before is reported
             raise first.error from None
         result = first.close() if first else None
-        transport.barrier()
+        with watched(watchdog, "waiting for the other workers to finish"):
+            transport.barrier()
+    watchdog.close()
     transport.close()
     dist.destroy_process_group()
     return result
@@ -138,9 +141,15 @@ class FirstRank:
         self._ahead: Ahead | None = None
 
     def give_orders(
-        self, loader: Loader, held_out: Dataset | None, costs: TableCosts | None, budget_bytes: int | None
+        self,
+        loader: Loader,
+        held_out: Dataset | None,
+        costs: TableCosts | None,
+        budget_bytes: int | None,
+        cores: Collection[int],
     ) -> None:
-        """Place the model, tell all workers, and begin to plan. An error reaches all workers, and the caller."""
+        """Place the model, tell all workers, and begin to plan, on `cores`. An error reaches all workers, and the
+        caller. Without costs, recorded plans are replayed."""
         replicas, workers = self._job.workers.replicas, self._job.workers.pipeline
         try:
             if costs is None:
@@ -155,7 +164,7 @@ class FirstRank:
             raise
         setup = Setup(job=prepare.fingerprint(self._job), placement=placement)
         self._exchange.publish(0, [setup] * replicas, readers=workers)
-        self._ahead = Ahead(orders, self._exchange, num_replicas=replicas, readers=workers, first=1)
+        self._ahead = Ahead(orders, self._exchange, num_replicas=replicas, readers=workers, first=1, cores=cores)
 
     @property
     def error(self) -> Exception | None:
@@ -194,7 +203,7 @@ class FirstRank:
             collected.measurements,
             loss=weighted(collected.losses, self._weights),
             learning_rate=learning_rate(self._job.optimizer, order.step, self._job.run.steps),
-            gradient_norm=collected.gradient_norm or 0.0,
+            gradient_norm=collected.gradient_norm,
             reported=averages(collected.metrics),
         )
         if self._job.costs.correct:
@@ -229,7 +238,9 @@ def _costs(
     )
 
 
-def _build_worker(job: Job, graph: ModelGraph, placement: Placement, transport: ProcessTransport, load: Load) -> Worker:
+def _build_worker(
+    job: Job, graph: ModelGraph, placement: Placement, transport: ProcessTransport, load: Load, watchdog: Watchdog
+) -> Worker:
     dtype = getattr(torch, job.run.dtype)
     chunks = [placement.chunks[number] for number in placement.on(transport.address.worker)]
     modules = materialise(graph, chunks, seed=job.run.seed, device=transport.device, dtype=dtype)
@@ -243,7 +254,7 @@ def _build_worker(job: Job, graph: ModelGraph, placement: Placement, transport: 
         seed=job.run.seed,
         device=transport.device,
         dtype=dtype,
-        watchdog=Watchdog(job.run.watchdog_s),
+        watchdog=watchdog,
     )
 
 
