@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from pipeweaver.runtime.ahead import Order
 from pipeweaver.runtime.exchange import Exchange
+from pipeweaver.runtime.process import use_cores
 from pipeweaver.schedule.ir import Measurement, Plan, Span
 
 
@@ -53,16 +54,23 @@ class Collected:
 class Collector:
     """A thread that waits for the reports of one order after the other and hands the sum to `take`.
 
-    What `take` or the collection raises comes out of the next `expect`, or of `close`.
+    `cores` are what it may run on, where that is not what the process may. What `take` or the collection raises
+    comes out of the next `expect`, or of `close`.
     """
 
     def __init__(
-        self, exchange: Exchange, take: Callable[[Collected], None], ahead_ns: Sequence[int], num_workers: int
+        self,
+        exchange: Exchange,
+        take: Callable[[Collected], None],
+        ahead_ns: Sequence[int],
+        num_workers: int,
+        cores: Collection[int] = (),
     ) -> None:
         self._exchange = exchange.clone()
         self._take = take
         self._ahead_ns = ahead_ns
         self._num_workers = num_workers
+        self._cores = cores
         self._expected: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
@@ -80,6 +88,7 @@ class Collector:
         self._raise()
 
     def _run(self) -> None:
+        use_cores(self._cores)
         try:
             while (expected := self._expected.get()) is not None:
                 number, order = expected

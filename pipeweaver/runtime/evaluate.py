@@ -1,8 +1,8 @@
 """Evaluation: forward-only plans over the held-out data, each sample once, in an order that is always the same.
 
-    plans = evaluation_plans(planning, batches)    once
-    evaluation_orders(plans, step=100)             Order(data="held-out", is_last=False) ... Order(is_last=True)
-    summed(collected orders)                       Evaluation(loss=0.41, samples=320, reported={"read": 0.94})
+    evaluation_orders(planning, batches, planned, step=100)
+                                   Order(data="held-out", is_last=False) ... Order(is_last=True)
+    summed(collected orders)       Evaluation(loss=0.41, samples=320, reported={"read": 0.94})
 
 A loss is divided by its units over all held-out data, so that how samples are batched changes nothing.
 """
@@ -31,16 +31,18 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     duration_ns: int
 
 
-def evaluation_plans(planning: Planning, batches: Sequence[Batch]) -> list[tuple[Plan, ...]]:
-    """Forward-only plans of all replicas, batch by batch. They serve every evaluation of a run: items keep their
-    random draws from one to the next."""
-    return [plan_batch(planning, batch, forward_only=True) for batch in batches]
+def evaluation_orders(
+    planning: Planning, batches: Sequence[Batch], planned: list[tuple[Plan, ...]], step: int
+) -> Iterator[Order]:
+    """One evaluation after `step` steps of training, planned batch by batch as it is asked for.
 
-
-def evaluation_orders(plans: Sequence[tuple[Plan, ...]], step: int) -> Iterator[Order]:
-    """One evaluation after `step` steps of training."""
-    for number, replicas in enumerate(plans):
-        yield Order(plans=replicas, step=step, data="held-out", is_last=number == len(plans) - 1)
+    `planned` keeps the plans for the evaluations to come: the same ones serve a whole run, and items keep their
+    random draws from one to the next.
+    """
+    for number, batch in enumerate(batches):
+        if number == len(planned):
+            planned.append(plan_batch(planning, batch, forward_only=True))
+        yield Order(plans=planned[number], step=step, data="held-out", is_last=number == len(batches) - 1)
 
 
 def summed(collected: Sequence[Collected], weights: Mapping[str, float]) -> Evaluation:

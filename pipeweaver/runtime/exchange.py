@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ from pipeweaver.schedule.ir import Placement, Plan
 Data = Literal["train", "held-out"]
 
 MOST_BEAT_S = 1.0
+MOST_WAIT = timedelta(days=1)
+"""How long torch.distributed lets a call wait. The watchdog knows the plan and speaks long before."""
 POLL_S = 0.0002
 MOST_POLL_S = 0.005
 
@@ -37,6 +40,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
     def delete_key(self, key: str) -> bool: ...
     def clone(self) -> Store: ...
 
@@ -103,13 +107,15 @@ class Exchange:
             self._store.add(f"{key}/readers", readers)
             self._store.set(key, msgspec.msgpack.encode(message))
 
-    def receive(self, number: int, replica: int) -> Setup | RunPlan | Finish:
-        """Order `number`, when it is there.
+    def receive(
+        self, number: int, replica: int, late: Callable[[float], None] | None = None
+    ) -> Setup | RunPlan | Finish:
+        """Order `number`, when it is there. `late(seconds)` is called now and then while it is not.
 
         Raises FirstRankFailed if the first rank says that it failed, FirstRankSilent if it says nothing.
         """
         key = f"order/{number}/{replica}"
-        self._wait(key)
+        self._wait(key, late)
         message: Message = msgspec.msgpack.decode(self._store.get(key), type=Message)
         if self._store.add(f"{key}/readers", -1) == 0:  # all have it
             self._store.delete_key(key)
@@ -126,12 +132,9 @@ class Exchange:
         self._store.set(f"report/{number}/{replica}/{worker}", msgspec.msgpack.encode(report))
 
     def take_report(self, number: int, replica: int, worker: int, kind: type[Report]) -> Report:
-        """A worker's report, when it is there."""
+        """A worker's report, when it is there. Waiting takes no time of the processor, and cannot be interrupted."""
         key = f"report/{number}/{replica}/{worker}"
-        pause = POLL_S
-        while not self._store.check([key]):
-            time.sleep(pause)
-            pause = min(2 * pause, MOST_POLL_S)
+        self._store.wait([key], MOST_WAIT)
         report = msgspec.msgpack.decode(self._store.get(key), type=kind)
         self._store.delete_key(key)
         return report
@@ -154,10 +157,10 @@ class Exchange:
             ended.set()
             thread.join()
 
-    def _wait(self, key: str) -> None:
+    def _wait(self, key: str, late: Callable[[float], None] | None) -> None:
         """Wait for a key as long as the first rank lives, in steps, so that Ctrl-C is not held up."""
         pause, beats = POLL_S, 0
-        heard = looked = time.monotonic()
+        start = heard = looked = told = time.monotonic()
         while not self._store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, MOST_POLL_S)
@@ -165,6 +168,9 @@ class Exchange:
             if now - looked < self._beat_s:
                 continue
             looked = now
+            if late is not None and now - told > self._patience_s:
+                late(now - start)
+                told = now
             count = self._store.add("beats", 0)  # reads the count, whether or not there was a beat yet
             if count != beats:
                 beats, heard = count, now

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from pipeweaver.cluster import Workers, available_cores, cores_of
-from pipeweaver.runtime.exchange import Store
+from pipeweaver.runtime.exchange import MOST_WAIT, Store
 from pipeweaver.runtime.transport import Address, WorkerMap
-
-MOST_WAIT = timedelta(days=1)
-"""How long torch.distributed lets a call wait. The watchdog knows the plan and speaks long before."""
 
 
 @dataclass(frozen=True, kw_only=True)

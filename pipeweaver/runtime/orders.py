@@ -6,7 +6,7 @@ steps 0, 1 on training data | evaluation after 2 steps | step 2 | evaluation aft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,9 +18,16 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Order, Planning, plan_batch
-from pipeweaver.runtime.evaluate import evaluation_orders, evaluation_plans
+from pipeweaver.runtime.evaluate import evaluation_orders
 from pipeweaver.runtime.recorded import load_recorded, read_index, replay
 from pipeweaver.schedule.ir import Placement, Plan
+
+
+@dataclass
+class Corrections:
+    """Factors on the costs by module (`profile.correct`): replaced as a whole by whoever measures, read when planning."""
+
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 def planned_orders(
@@ -29,20 +36,20 @@ def planned_orders(
     loader: Loader,
     held_out: Dataset | None,
     costs: TableCosts,
-    factors: Callable[[], Mapping[str, float]],
+    corrections: Corrections,
     budget_bytes: int | None,
 ) -> tuple[Iterator[Order], Placement]:
     """The run's orders, each planned when it is asked for, and the placement that they are for.
 
-    `factors()` are the corrections of the costs by then (`profile.correct`); the placement knows none. Raises
-    ValueError if the policy cannot place the model, or the held-out data does not fit the job.
+    Each is planned with the corrections of that time; the placement knows none. Raises ValueError if the policy
+    cannot place the model, or the held-out data does not fit the job.
     """
     planning = prepare.place(job, graph, loader, costs, budget_bytes)
     batches = [] if held_out is None else prepare.held_out_batches(job, held_out)
 
     def corrected() -> Planning:
-        found = factors()
-        return replace(planning, costs=costs.corrected(found)) if found else planning
+        factors = corrections.factors
+        return replace(planning, costs=costs.corrected(factors)) if factors else planning
 
     return _planned(job, corrected, loader, batches), planning.placement
 
@@ -68,10 +75,9 @@ def replayed_orders(job: Job, graph: ModelGraph, budget_bytes: int | None) -> tu
 
 def _planned(job: Job, planning: Callable[[], Planning], loader: Loader, held_out: Sequence[Batch]) -> Iterator[Order]:
     steps, every = job.run.steps, job.run.evaluate_every
-    evaluation: list[tuple[Plan, ...]] = []
+    evaluated: list[tuple[Plan, ...]] = []
     for batch in islice(loader, steps):
         yield Order(plans=plan_batch(planning(), batch), step=batch.step)
         done = batch.step + 1
         if held_out and (done == steps or (every and done % every == 0)):
-            evaluation = evaluation or evaluation_plans(planning(), held_out)
-            yield from evaluation_orders(evaluation, done)
+            yield from evaluation_orders(planning(), held_out, evaluated, done)

@@ -11,9 +11,10 @@ Only the first rank plans (`ahead.py`) and hears reports (`collect.py`), each on
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from pipeweaver.calibrate import calibrated_costs, conditions
 from pipeweaver.config import Job
-from pipeweaver.data.dataset import Dataset, load_part
+from pipeweaver.data.dataset import load_part
 from pipeweaver.data.loader import Loader
 from pipeweaver.model.build import materialise, named_parameters
 from pipeweaver.model.graph import ModelGraph
@@ -32,7 +33,7 @@ from pipeweaver.profile.correct import updated
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.report.metrics import StepMetrics, step_metrics
 from pipeweaver.runtime import prepare
-from pipeweaver.runtime.ahead import Ahead
+from pipeweaver.runtime.ahead import Ahead, Order
 from pipeweaver.runtime.collect import Collected, Collector, WorkerReport
 from pipeweaver.runtime.evaluate import Evaluation, averages, summed, weighted
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, FirstRankFailed, RunPlan, Setup
@@ -40,7 +41,7 @@ from pipeweaver.runtime.execution import Loader as Load
 from pipeweaver.runtime.join import join
 from pipeweaver.runtime.offsets import clock_offsets
 from pipeweaver.runtime.optimizer import learning_rate
-from pipeweaver.runtime.orders import planned_orders, replayed_orders
+from pipeweaver.runtime.orders import Corrections, planned_orders, replayed_orders
 from pipeweaver.runtime.process import exit_code, in_words
 from pipeweaver.runtime.recorded import Recorder
 from pipeweaver.runtime.transport import ProcessTransport
@@ -90,9 +91,16 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
         costs = None if job.run.plans else _costs(job, graph, loader, loads["train"], transport, exchange)
         first = None
         if membership.is_first:
-            ahead_ns = [offset.ahead_ns for offset in offsets]
-            first = FirstRank(job, exchange, graph, observers, ahead_ns)
-            first.give_orders(loader, datasets.get("held-out"), costs, budget_bytes, membership.helper_cores)
+            corrections = Corrections()
+            with _failure_told(job, exchange):
+                if costs is None:
+                    orders, placement = replayed_orders(job, graph, budget_bytes)
+                else:
+                    held_out = datasets.get("held-out")
+                    orders, placement = planned_orders(job, graph, loader, held_out, costs, corrections, budget_bytes)
+            _publish(job, exchange, Setup(job=prepare.fingerprint(job), placement=placement))
+            ahead_ns, cores = [offset.ahead_ns for offset in offsets], membership.helper_cores
+            first = FirstRank(job, exchange, graph, orders, corrections, observers, ahead_ns, cores)
         setup = exchange.receive(0, membership.address.replica)
         assert isinstance(setup, Setup)
         if setup.job != prepare.fingerprint(job):
@@ -118,18 +126,24 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
 class FirstRank:
     """What the first rank does beside its own work: it gives the orders and puts the reports together.
 
-    It plans on one thread (`ahead.py`) and collects reports on another (`collect.py`).
+    It plans on one thread (`ahead.py`) and collects reports on another (`collect.py`), both on `cores` if given.
     """
 
     def __init__(
-        self, job: Job, exchange: Exchange, graph: ModelGraph, observers: Sequence[Observer], ahead_ns: Sequence[int]
+        self,
+        job: Job,
+        exchange: Exchange,
+        graph: ModelGraph,
+        orders: Iterator[Order],
+        corrections: Corrections,
+        observers: Sequence[Observer],
+        ahead_ns: Sequence[int],
+        cores: Collection[int],
     ) -> None:
         self._job = job
-        self._exchange = exchange
-        self._graph = graph
+        self._corrections = corrections
         self._observers = observers
         self._weights = {module.name: module.loss.weight for module in graph.modules if module.loss}
-        self._factors: dict[str, float] = {}
         self._evaluating: list[Collected] = []
         self._last_metrics: StepMetrics | None = None
         self._last_evaluation: Evaluation | None = None
@@ -137,43 +151,17 @@ class FirstRank:
         # Plans that are replayed from there are there already.
         replayed_there = job.run.plans and Path(job.run.plans).resolve() == folder.resolve()
         self._recorder = Recorder(folder) if job.run.record_plans and not replayed_there else None
-        self._collector = Collector(exchange, self._take, ahead_ns, job.workers.pipeline)
-        self._ahead: Ahead | None = None
-
-    def give_orders(
-        self,
-        loader: Loader,
-        held_out: Dataset | None,
-        costs: TableCosts | None,
-        budget_bytes: int | None,
-        cores: Collection[int],
-    ) -> None:
-        """Place the model, tell all workers, and begin to plan, on `cores`. An error reaches all workers, and the
-        caller. Without costs, recorded plans are replayed."""
-        replicas, workers = self._job.workers.replicas, self._job.workers.pipeline
-        try:
-            if costs is None:
-                orders, placement = replayed_orders(self._job, self._graph, budget_bytes)
-            else:
-                orders, placement = planned_orders(
-                    self._job, self._graph, loader, held_out, costs, lambda: self._factors, budget_bytes
-                )
-        except Exception as error:
-            failure = Failure(error=in_words(error), code=exit_code(error))
-            self._exchange.publish(0, [failure] * replicas, readers=workers)
-            raise
-        setup = Setup(job=prepare.fingerprint(self._job), placement=placement)
-        self._exchange.publish(0, [setup] * replicas, readers=workers)
-        self._ahead = Ahead(orders, self._exchange, num_replicas=replicas, readers=workers, first=1, cores=cores)
+        replicas, workers = job.workers.replicas, job.workers.pipeline
+        self._collector = Collector(exchange, self._take, ahead_ns, workers, cores)
+        self._ahead = Ahead(orders, exchange, num_replicas=replicas, readers=workers, first=1, cores=cores)
 
     @property
     def error(self) -> Exception | None:
         """What ended planning before its time."""
-        return self._ahead.error if self._ahead else None
+        return self._ahead.error
 
     def started(self, number: int) -> None:
         """All workers turn to order `number`."""
-        assert self._ahead is not None
         order = self._ahead.started(number)
         if order is not None:
             self._collector.expect(number, order)
@@ -181,8 +169,7 @@ class FirstRank:
     def close(self) -> Result:
         """When all orders have been run and reported."""
         self._collector.close()
-        if self._ahead is not None:
-            self._ahead.close()
+        self._ahead.close()
         if self._recorder is not None:
             self._recorder.close()
         return Result(metrics=self._last_metrics, evaluation=self._last_evaluation)
@@ -207,12 +194,27 @@ class FirstRank:
             reported=averages(collected.metrics),
         )
         if self._job.costs.correct:
-            self._factors = updated(self._factors, order.plans, collected.measurements)
+            factors = updated(self._corrections.factors, order.plans, collected.measurements)
+            self._corrections.factors = factors
         self._tell(StepReport(metrics=self._last_metrics, plans=order.plans, measurements=collected.measurements))
 
     def _tell(self, report: StepReport | Evaluation) -> None:
         for observer in self._observers:
             observer(report)
+
+
+@contextmanager
+def _failure_told(job: Job, exchange: Exchange) -> Iterator[None]:
+    """What goes wrong on the first rank before the first order ends the others too."""
+    try:
+        yield
+    except Exception as error:
+        _publish(job, exchange, Failure(error=in_words(error), code=exit_code(error)))
+        raise
+
+
+def _publish(job: Job, exchange: Exchange, message: Setup | Failure) -> None:
+    exchange.publish(0, [message] * job.workers.replicas, readers=job.workers.pipeline)
 
 
 def _budget_bytes(job: Job, device: torch.device) -> int | None:
@@ -265,7 +267,7 @@ def _run_orders(
     address = worker.transport.address
     turned_ns = time.perf_counter_ns()
     for number in count(1):
-        message = exchange.receive(number, address.replica)
+        message = exchange.receive(number, address.replica, _late if first else None)
         waiting_ns = time.perf_counter_ns() - turned_ns
         if first is not None:
             first.started(number)
@@ -292,3 +294,7 @@ def _run_orders(
         )
         exchange.send_report(number, address.replica, address.worker, report)
         turned_ns = end_ns
+
+
+def _late(seconds: float) -> None:
+    print(f"still planning: all workers have waited {seconds:.0f} s for the next plan", file=sys.stderr, flush=True)

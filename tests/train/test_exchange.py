@@ -36,7 +36,9 @@ def test_a_slow_planner_is_waited_for_while_it_lives():
     first, other = exchange(store, patience_s=0.2), exchange(store, patience_s=0.2)
     with first.heartbeat():
         threading.Timer(1.0, lambda: first.publish(0, [Finish()], readers=1)).start()
-        assert other.receive(0, 0) == Finish()
+        waited = []
+        assert other.receive(0, 0, waited.append) == Finish()
+    assert len(waited) >= 2 and waited == sorted(waited)
 
 
 def test_a_silent_first_rank_is_an_error():

@@ -162,23 +162,18 @@ def test_every_held_out_sample_counts_once(single):
     assert [e.fingerprints for e in evaluated[:half]] == [e.fingerprints for e in evaluated[half:]]
 
 
-def test_replayed_plans_give_the_same_bits(tmp_path):
+def test_replayed_plans_give_the_same_bits(single, tmp_path):
     settings = ("workers.pipeline=2", "run.dtype=float32")
     first = run(tmp_path / "first", *settings, num_workers=2)
     again = run(tmp_path / "again", *settings, f"run.plans={first}/out/plans", num_workers=2)
     assert losses(first) == losses(again)
+    for a, b in zip(losses(first), losses(single), strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=0)
     before, after = parameters(first), parameters(again)
     assert all(torch.equal(before[name], after[name]) for name in before | after)
     assert [e.fingerprints for e in read_index(first / "out/plans")] == [
         e.fingerprints for e in read_index(again / "out/plans")
     ]
-
-
-def test_wrong_number_of_processes(tmp_path):
-    code, err = finish(start(tmp_path / "wrong", "workers.pipeline=3", num_workers=1))
-    assert code == 2
-    assert err.startswith("error: worker process 0: 1 processes were started, but [workers] asks for 3")
-    assert len(err.splitlines()) == 1
 
 
 BREAK_POLICY = """
