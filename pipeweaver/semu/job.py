@@ -12,7 +12,7 @@ data-parallel, then pipeline, as Megatron and DeepSpeed do: that decides which g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -102,14 +102,22 @@ class StepEstimate:
         return tuple(sum(parts.values()) for parts in self.memory)
 
 
+Compose = Callable[[Sequence[float], Sequence[float], float, int], float]
+"""Makespan from forward and backward of each stage, transfer time and number of microbatches."""
+
 Known = dict[object, dict[str, LayerCost]]
 """Layer costs on one machine, by what they depend on: shared between the estimates of many jobs."""
 
 
-def estimate_job(job: Job, machine: Machine, known: Known | None = None) -> StepEstimate:
-    """Step time and memory. Raises ValueError if layers do not divide over the stages."""
+def estimate_job(
+    job: Job, machine: Machine, known: Known | None = None, *, compose: Compose | None = None
+) -> StepEstimate:
+    """Step time and memory; `compose` makes the pipeline of the stages' times (`pipeline_ns`).
+
+    Raises ValueError if layers do not divide over the stages.
+    """
     stages = job_stages(job, machine, {} if known is None else known)
-    pipeline = pipeline_ns(
+    pipeline = (compose or pipeline_ns)(
         [stage.forward_ns for stage in stages],
         [stage.backward_ns for stage in stages],
         stage_transfer_ns(job, machine) if job.framework.overlapped_transfers else 0.0,
@@ -179,6 +187,15 @@ def pipeline_ns(
                 order.append(base + warmup + i)
         orders.append(order)
     return max(time_stages(orders, duration, successors).end_ns)
+
+
+def balanced_pipeline_ns(
+    forward_ns: Sequence[float], backward_ns: Sequence[float], transfer_ns: float, num_microbatches: int
+) -> float:
+    """The same in closed form, exact where all stages but first and last are equal and there is no transfer time:
+    one microbatch through all stages and back, the others through the slowest."""
+    both = [f + b for f, b in zip(forward_ns, backward_ns, strict=True)]
+    return sum(both) + (num_microbatches - 1) * max(both) + 2 * (len(both) - 1) * transfer_ns
 
 
 def stage_transfer_ns(job: Job, machine: Machine) -> float:

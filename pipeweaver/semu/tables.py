@@ -123,9 +123,10 @@ def machine_text(head: str, source: Mapping[str, Any], links: str) -> str:
     return "\n".join(lines)
 
 
-def island_link(network: Mapping[str, Any], *, scale: float = 1.0) -> str:
-    """[links.island] of a table's network."""
-    bandwidth = network["bandwidth"]["gbps"] * 2**30 * scale
+def island_link(network: Mapping[str, Any], *, bandwidth: float | None = None) -> str:
+    """[links.island] of a table's network; for another `bandwidth` only collectives keep their measured shares."""
+    own = bandwidth is None
+    bandwidth = network["bandwidth"]["gbps"] * 2**30 if own else bandwidth
     lines = ["[links.island]", f"bandwidth = {bandwidth:.6g}"]
     for name, key in (
         ("all_reduce", "all_reduce"),
@@ -135,6 +136,8 @@ def island_link(network: Mapping[str, Any], *, scale: float = 1.0) -> str:
     ):
         found = network["op"][key]
         factor = found.get("efficient_factor", network["bandwidth"]["efficient_factor"])
+        if key == "p2p" and not own:
+            factor = 0.8
         hop = found.get("latency_us", network["bandwidth"]["latency_us"])
         fixed = found.get("fixed_latency_us", 0.0)
         lines.append(f"{name} = {{ factor = {factor}, hop_ns = {hop * 1000:.6g}, fixed_ns = {fixed * 1000:.6g} }}")
@@ -192,7 +195,7 @@ def main() -> None:
     sources = {name: json.loads((folder / file).read_text()) for name, file in _FILES.items()}
     network = sources["B200"]["networks"]["high_intra_node"]
     links = {
-        "A100": island_link(network, scale=3e11 / (network["bandwidth"]["gbps"] * 2**30))
+        "A100": island_link(network, bandwidth=3e11)
         + "\n\n"
         + cluster_link(2.5e10),
         "B200": island_link(network) + "\n\n" + cluster_link(5e10),

@@ -1,0 +1,234 @@
+"""How far the step emulator is off: published step times and memory, composition, and the cost of asking.
+
+    python -m benchmarks.semu [--quick] [--data DIR]
+
+Constants are fitted on one half of the vTrain rows, split by (hidden, layers), and scored on the other, both ways
+round; nothing is fitted on B200. `cpu_error_median`, `rehearsal_error_median`, `new_order_ms`, `one_part_changed_ms`,
+`large_scale_s` and `large_scale_mfu` are not measured yet and null. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.machine import cores, probe, report
+from pipeweaver.data.items import Item
+from pipeweaver.data_folder import data_folder
+from pipeweaver.model.sizes import setup
+from pipeweaver.schedule.ir import Chunk
+from pipeweaver.semu.compose import compose
+from pipeweaver.semu.costs import SemuCosts
+from pipeweaver.semu.fit import Constants, cross_fit
+from pipeweaver.semu.job import pipeline_ns
+from pipeweaver.semu.machine import load_machine
+from pipeweaver.semu.measured import Measured, read_measured
+from pipeweaver.semu.validate import mean_absolute, memory_errors, summary, time_errors, validate
+
+Figures = dict[str, float | int | None]
+
+LAYER_MS = {"vision": 6.75, "language": 10.5}
+"""Forward and backward of a layer in the static case of PipeWeaver's section 2: 64 of each over 16 workers."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rows, within a minute")
+    parser.add_argument("--data", help="folder of measured data")
+    options = parser.parse_args()
+    folder = data_folder(options.data)
+    report("start", probe(cores(1)))
+    every = 4 if options.quick else 1
+    figures: Figures = {}
+    figures |= vtrain("multi", folder / "vtrain_a100" / "multi_node.csv", exact=not options.quick, every=1)
+    figures |= vtrain("single", folder / "vtrain_a100" / "single_node.csv", exact=not options.quick, every=every)
+    figures |= composition(folder / "vtrain_a100" / "single_node.csv")
+    figures |= b200(folder / "simumax" / "b200_llama3_70b_measured.csv")
+    figures["case_37b_bubble"] = static_bubble()
+    figures |= questions()
+    figures["cold_s"] = None if options.quick else cold_s()
+    for name in (
+        "cpu_error_median",
+        "rehearsal_error_median",
+        "new_order_ms",
+        "one_part_changed_ms",
+        "large_scale_s",
+        "large_scale_mfu",
+    ):
+        figures[name] = None
+    report("end", probe(cores(1)))
+    print(f"\n{'figure':26} value")
+    for name, value in figures.items():
+        print(f"{name:26} {'not measured' if value is None else f'{value:.4g}'}")
+    print(json.dumps(figures))
+
+
+def vtrain(family: str, path: Path, *, exact: bool, every: int) -> Figures:
+    """Rows predicted by constants that were fitted to the other half of them."""
+    rows = read_measured(path)[::every]
+    crossed = cross_fit(rows, load_machine("A100"), group=width_and_depth, exact=exact)
+    errors = time_errors(rows, crossed.estimates)
+    print(f"\nvTrain {family}-node, {len(rows)} rows, each predicted by constants of the other half")
+    for half, constants in enumerate(crossed.constants):
+        others = [abs(e) for e, h in zip(errors, crossed.half, strict=True) if h != half]
+        print(f"  fitted on half {half}, {mean_absolute(others):.2%} on the other: {_listed(constants)}")
+    print_families(
+        rows,
+        errors,
+        {
+            "hidden": lambda row: width_and_depth(row)[0],
+            "tp": lambda row: row.job.tensor_parallel,
+            "pp": lambda row: row.job.pipeline_parallel,
+            "microbatch": lambda row: row.job.microbatch,
+        },
+    )
+    for i in sorted(range(len(rows)), key=lambda i: -abs(errors[i]))[:6]:
+        print(f"  worst: {rows[i].name} {rows[i].iteration_ms:.0f} ms {errors[i]:+.1%}")
+    return {
+        f"vtrain_{family}_mape": mean_absolute(errors),
+        f"vtrain_{family}_worst": max(map(abs, errors)),
+        f"vtrain_{family}_rows": len(rows),
+        f"vtrain_{family}_constants": len(Constants.__dataclass_fields__),
+    }
+
+
+def composition(path: Path) -> Figures:
+    """Rows with a pipeline, from layer times of rows without one."""
+    rows = read_measured(path)
+    predicted = compose(rows, load_machine("A100"))
+    errors = [predicted[i] / rows[i].iteration_ms - 1 for i in predicted]
+    print(f"\nvTrain single-node, {len(errors)} rows with a pipeline from those without")
+    print_families(
+        [rows[i] for i in predicted],
+        errors,
+        {"pp": lambda row: row.job.pipeline_parallel, "tp": lambda row: row.job.tensor_parallel},
+    )
+    return {"vtrain_compose": mean_absolute(errors), "vtrain_compose_worst": max(map(abs, errors))}
+
+
+def b200(path: Path) -> Figures:
+    """Nothing fitted: tables of the machine, habits of the framework."""
+    validation = validate(path, "B200")
+    print("\nB200, nothing fitted")
+    print_families(
+        validation.rows,
+        validation.time_errors,
+        {"tp": lambda row: row.job.tensor_parallel, "microbatches": lambda row: row.job.num_microbatches},
+    )
+    for row, estimate in zip(validation.rows[:4], validation.estimates[:4], strict=True):
+        parts = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
+            for rank, memory in enumerate(estimate.memory)
+        )
+        print(f"  memory {memory_errors(row, estimate)[0]:+.1%} GiB {parts}")
+    found = summary(validation)
+    return {"b200_time_mape": found["time_mape"], "b200_memory_mape": found["memory_mape"]}
+
+
+def static_bubble() -> float:
+    """Bubble of the best contiguous split of 64 ViT and 64 LM layers over 16 workers, 64 microbatches, 1F1B."""
+    layers = [LAYER_MS["vision"]] * 64 + [LAYER_MS["language"]] * 64
+    stages = best_split(layers, 16)
+    makespan = pipeline_ns([ms / 3 * 1e6 for ms in stages], [ms * 2 / 3 * 1e6 for ms in stages], 0.0, 64)
+    return 1 - sum(layers) * 64 * 1e6 / (16 * makespan)
+
+
+def best_split(layers: Sequence[float], workers: int) -> list[float]:
+    """Times of consecutive stages, the longest as short as possible; stages are filled up from the front."""
+    candidates = sorted({sum(layers[i:j]) for i in range(len(layers)) for j in range(i + 1, len(layers) + 1)})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(layers, candidates[middle])) <= workers else (middle + 1, high)
+    return _filled(layers, candidates[low])
+
+
+def _filled(layers: Sequence[float], most: float) -> list[float]:
+    stages = [0.0]
+    for layer in layers:
+        if stages[-1] + layer > most + 1e-9:
+            stages.append(0.0)
+        stages[-1] += layer
+    return stages
+
+
+def questions(batches: int = 12) -> Figures:
+    """Milliseconds to cost all stages of VLM-L for a batch of 64 microbatches that was never seen, warm."""
+    costs = SemuCosts(setup("VLM-L"), load_machine("H800"), tensor_parallel=8, widths={"pixels": 588}, workers=8)
+    draw = random.Random(0)
+    took = []
+    for number in range(batches):
+        batch = [_microbatch(draw, number) for _ in range(64)]
+        start = time.perf_counter()
+        for images, texts in batch:
+            for worker in range(8):
+                for first in range(0, len(images), 12):
+                    part = images[first : first + 12]
+                    chunk = Chunk(task="main", module="vision", start=6 * worker, stop=6 * worker + 6, worker=worker)
+                    costs.stage(chunk, part, [()] * len(part))
+                chunk = Chunk(task="main", module="language", start=10 * worker, stop=10 * worker + 10, worker=worker)
+                costs.stage(chunk, texts, [images])
+        took.append(1e3 * (time.perf_counter() - start))
+    coverage = costs.coverage
+    print(
+        f"\nVLM-L on H800, 64 microbatches never seen: {', '.join(f'{ms:.0f}' for ms in took)} ms a batch; "
+        f"{costs.source}; {coverage.guessed_share:.0%} of the time from defaults"
+    )
+    return {"new_batch_ms": sorted(took[batches // 2 :])[batches // 4]}
+
+
+def cold_s() -> float:
+    """Seconds of a fresh process from nothing to the cost of every stage of VLM-L for one batch."""
+    start = time.perf_counter()
+    code = "from benchmarks.semu import questions; questions(1)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def width_and_depth(row: Measured) -> tuple[int, int]:
+    return row.job.layers.block.carries[0].width, row.job.num_layers
+
+
+def print_families(
+    rows: Sequence[Measured], errors: Sequence[float], families: dict[str, Callable[[Measured], int]]
+) -> None:
+    for name, key in families.items():
+        groups: dict[int, list[float]] = {}
+        for row, error in zip(rows, errors, strict=True):
+            groups.setdefault(key(row), []).append(error)
+        print(
+            f"  by {name:12} "
+            + "   ".join(
+                f"{value}: {mean_absolute(found):.1%} of {len(found)} ({sum(found) / len(found):+.1%})"
+                for value, found in sorted(groups.items())
+            )
+        )
+
+
+def _microbatch(draw: random.Random, number: int) -> tuple[list[Item], list[Item]]:
+    images = [
+        Item(
+            task="main",
+            draw=number,
+            module="vision",
+            position=position,
+            sizes={"tokens": 2704, "height": 52, "width": 52, "features": 169},
+        )
+        for position in range(draw.randint(0, 40))
+    ]
+    sizes = {"tokens": 8192 - draw.randint(0, 200), "supervised": 8000 - 169 * len(images)}
+    return images, [Item(task="main", draw=number, module="language", position=99, sizes=sizes)]
+
+
+def _listed(constants: Constants) -> str:
+    return ", ".join(f"{name} {getattr(constants, name):.3g}" for name in Constants.__dataclass_fields__)
+
+
+if __name__ == "__main__":
+    main()
