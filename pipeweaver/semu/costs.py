@@ -101,8 +101,9 @@ class SemuCosts:
         self._modules = _module_layers(graph, getattr(torch, dtype), widths or {}, machine.kernels)
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
-        self._known: dict[tuple[LayerGraph, object], LayerCost] = {}
-        self._items: dict[int, tuple[Item, object]] = {}
+        self._known: dict[tuple[LayerGraph, object, int], LayerCost] = {}
+        self._items: dict[int, tuple[Item, int]] = {}
+        self._numbers: dict[object, int] = {}
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         runs = self._runs(chunk.module, chunk.start, chunk.stop)
@@ -114,11 +115,10 @@ class SemuCosts:
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
         copies = max(1, -(-EFFICIENT_ROWS // max(1, rows)))
-        many, many_links = [*items] * copies, [*links] * copies
-        sizes = self._sizes(many, many_links)
+        sizes = self._sizes(items, links)
         total = 0.0
         for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
-            total += run.repeats * _duration_ns(self._layer(run.layer, many, many_links, sizes), run.backward)
+            total += run.repeats * _duration_ns(self._layer(run.layer, items, links, sizes, copies), run.backward)
         return round(total / copies)
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
@@ -225,23 +225,31 @@ class SemuCosts:
         )
 
     def _layer(
-        self, layer: LayerGraph, items: Sequence[Item], links: Sequence[Sequence[Item]], sizes: object
+        self,
+        layer: LayerGraph,
+        items: Sequence[Item],
+        links: Sequence[Sequence[Item]],
+        sizes: object,
+        copies: int = 1,
     ) -> LayerCost:
-        key = (layer, sizes)
+        key = (layer, sizes, copies)
         if key not in self._known:
-            self._known[key] = layer_cost(layer.counts(items, links), self.machine, self.layout, self.rules)
+            counts = layer.counts(items, links, copies)
+            self._known[key] = layer_cost(counts, self.machine, self.layout, self.rules)
         return self._known[key]
 
     def _sizes(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> object:
-        """All that the cost of a part may depend on, as something to look up by."""
+        """All that the cost of a part may depend on, as something to look up by: a number per item."""
         return tuple(map(self._size, items)), tuple(tuple(map(self._size, sources)) for sources in links)
 
-    def _size(self, item: Item) -> object:
+    def _size(self, item: Item) -> int:
+        """One number for all items of equal module and sizes."""
         found = self._items.get(id(item))
         if found is None or found[0] is not item:
             if len(self._items) >= MOST_ITEMS:
                 self._items.clear()
-            found = self._items[id(item)] = (item, (item.module, tuple(sorted(item.sizes.items()))))
+            key = (item.module, *sorted(item.sizes.items()))
+            found = self._items[id(item)] = (item, self._numbers.setdefault(key, len(self._numbers)))
         return found[1]
 
     def _parameters(self, layer: str) -> Parameters:

@@ -27,7 +27,7 @@ from pipeweaver.model.graph import LayerSpec, TensorSpec
 from pipeweaver.model.part import PartView
 from pipeweaver.semu.kernels import Kernels, device_kernels
 from pipeweaver.semu.sharding import Cut, Divided, Role, Sharding, shard, whole_operand
-from pipeweaver.semu.symbolic import Fit, measure
+from pipeweaver.semu.symbolic import Fit, Sums, measure
 from pipeweaver.semu.trace import Call, Kind, OperatorPhase, Trace, fuse_accumulation, trace
 
 Floats = NDArray[np.float64]
@@ -168,33 +168,39 @@ class LayerGraph:
         self.roles: dict[str, Role] = {}
         self._traced_parameters: Parameters | None = None
 
-    def counts(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Counts:
-        """Counts of forward and backward on a part."""
-        sums = measure(items, links)
+    def counts(self, items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1) -> Counts:
+        """Counts of forward and backward on a part, or on one with so many copies of its items."""
+        sums = measure(items, links, copies)
         names = tuple(sorted(sums, key=_order))
         family = self._fits.setdefault(names, _Family(fit=Fit(names)))
-        if not family.irregular and family.fit.spans(sums):
-            if not family.checked and list(sums.values()) not in family.fit.rows:
-                family.checked = True
-                structure, values = self._sample(items, links)
-                if structure != family.structure or not np.array_equal(values, family.fit(sums)):
-                    family.irregular = True
+        if copies > 2 and not family.irregular and not family.fit.spans(sums):
+            # Two parts of the same items, once and twice, determine any number of copies.
+            self.counts(items, links)
+            self.counts(items, links, 2)
+        if family.irregular or not family.fit.spans(sums):
+            return self._traced([*items] * copies, [*links] * copies, sums, family)
+        if copies == 1 and not family.checked and [sums[name] for name in names] not in family.fit.rows:
+            family.checked = True
+            structure, values = self._sample([*items] * copies, [*links] * copies)
+            if structure != family.structure or not np.array_equal(values, family.fit(sums)):
+                family.irregular = True
+                return self._traced([*items] * copies, [*links] * copies, sums, family)
+        assert family.structure is not None
+        return _unpack(family.structure, family.fit(sums))
+
+    def _traced(self, items: Sequence[Item], links: Sequence[Sequence[Item]], sums: Sums, family: _Family) -> Counts:
+        """Counts from a trace of this very part, which then helps to determine others if they can be."""
+        key = sizes_key(items, links)
+        if key not in family.seen:
+            self.irregular += family.irregular
+            structure, values = self._sample(items, links)
+            family.irregular = family.irregular or family.structure not in (None, structure)
             if not family.irregular:
-                assert family.structure is not None
-                return _unpack(family.structure, family.fit(sums))
-        if family.irregular:
-            key = sizes_key(items, links)
-            if key not in family.seen:
-                self.irregular += 1
-                family.seen[key] = self._sample(items, links)
-            return _unpack(*family.seen[key])
-        structure, values = self._sample(items, links)
-        if family.structure not in (None, structure):
-            family.irregular = True
-            return self.counts(items, links)
-        family.structure = structure
-        family.fit.add(sums, [int(v) for v in values])
-        return _unpack(structure, values)
+                family.structure = structure
+                family.fit.add(sums, [int(v) for v in values])
+                return _unpack(structure, values)
+            family.seen[key] = (structure, values)
+        return _unpack(*family.seen[key])
 
     @property
     def parameters(self) -> Parameters:

@@ -11,7 +11,9 @@ Two sets of columns are known (`docs/semu.md` says what each means):
 from __future__ import annotations
 
 import csv
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +78,23 @@ def read_measured(path: str | Path) -> tuple[Measured, ...]:
     return rows
 
 
+def read_layer_profile(path: str | Path) -> dict[int, float]:
+    """Forward milliseconds of one layer by local batch size, from a Galvatron profile: value times batch.
+
+    Raises ValueError, naming file and key, at a value that is missing or not above zero.
+    """
+    table = json.loads(Path(path).read_text(encoding="utf-8"))
+    found = {}
+    for key, value in table.items():
+        layer = re.fullmatch(r"layertype_0_bsz(\d+)(?:_seq\d+)?", key)
+        if layer is not None:
+            per_sample = number({key: None if value is None else str(value)}, key, str(path))
+            found[int(layer[1])] = per_sample * int(layer[1])
+    if not found:
+        raise ValueError(f"{path}: no key layertype_0_bszN: no profile of a layer")
+    return found
+
+
 def number(row: Mapping[str, str | None], column: str, where: str) -> float:
     """A measurement above zero. Raises ValueError, naming the place, if it is none."""
     text = row.get(column)
@@ -112,9 +131,7 @@ def _vtrain(row: Mapping[str, str | None], where: str) -> Measured:
         name=f"hidden {shape['hidden']} layers {shape['layers']} microbatch {shape['micro_batch']} "
         f"x {microbatches} tp {tp} dp {dp} pp {pp}",
         job=Job(
-            layers=gpt(
-                hidden=shape["hidden"], heads=shape["heads"], vocabulary=vocabulary, sequence=shape["seq_len"]
-            ),
+            layers=gpt(hidden=shape["hidden"], heads=shape["heads"], vocabulary=vocabulary, sequence=shape["seq_len"]),
             num_layers=shape["layers"],
             sequence=shape["seq_len"],
             microbatch=shape["micro_batch"],

@@ -24,8 +24,8 @@ Floats = NDArray[np.float64]
 Sums = dict[str, int]
 
 
-def measure(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Sums:
-    """Sums over the items of a part that counts may depend on, zeros left out.
+def measure(items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1) -> Sums:
+    """Sums over the items of a part, `copies` times each, that counts may depend on; zeros left out.
 
     "parts" is 1. "tokens", "features"…: every size, summed. "squares": tokens squared. Per module that
     items are linked to, "vision.tokens"…: its sizes summed over links, and "vision.cross": tokens times
@@ -41,7 +41,7 @@ def measure(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Sums:
             for name, size in source.sizes.items():
                 _add(sums, f"{source.module}.{name}", size)
             _add(sums, f"{source.module}.cross", tokens * source.sizes["tokens"])
-    return {name: total for name, total in sums.items() if total}
+    return {name: total * (1 if name == "parts" else copies) for name, total in sums.items() if total}
 
 
 class Fit:

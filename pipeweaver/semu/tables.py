@@ -195,9 +195,7 @@ def main() -> None:
     sources = {name: json.loads((folder / file).read_text()) for name, file in _FILES.items()}
     network = sources["B200"]["networks"]["high_intra_node"]
     links = {
-        "A100": island_link(network, bandwidth=3e11)
-        + "\n\n"
-        + cluster_link(2.5e10),
+        "A100": island_link(network, bandwidth=3e11) + "\n\n" + cluster_link(2.5e10),
         "B200": island_link(network) + "\n\n" + cluster_link(5e10),
     }
     for name, head in (("A100", A100), ("B200", B200)):

@@ -61,9 +61,7 @@ def time_errors(rows: Sequence[Measured], estimates: Sequence[StepEstimate]) -> 
 def memory_errors(row: Measured, estimate: StepEstimate) -> list[float]:
     """predicted / measured - 1 of the peak of each GPU; empty where it was not measured."""
     per_rank = row.job.num_devices // row.job.pipeline_parallel
-    return [
-        estimate.peak_bytes[gpu // per_rank] / 2**30 / measured - 1 for gpu, measured in enumerate(row.peak_gib)
-    ]
+    return [estimate.peak_bytes[gpu // per_rank] / 2**30 / measured - 1 for gpu, measured in enumerate(row.peak_gib)]
 
 
 def summary(validation: Validation) -> dict[str, float | int | None]:
@@ -84,7 +82,9 @@ def render(validation: Validation, *, worst: int = 5) -> list[str]:
     """A table of all rows, the worst ones, what was calibrated, and the figures as JSON."""
     machine, times = validation.machine, validation.time_errors
     width = max(len(row.name) for row in validation.rows)
-    lines = [f"{'row':{width}} {'measured ms':>12} {'emulated ms':>12} {'error':>8}  memory GiB, error by pipeline rank"]
+    lines = [
+        f"{'row':{width}} {'measured ms':>12} {'emulated ms':>12} {'error':>8}  memory GiB, error by pipeline rank"
+    ]
     for row, estimate, error in zip(validation.rows, validation.estimates, times, strict=True):
         line = f"{row.name:{width}} {row.iteration_ms:12.1f} {estimate.step_ns / 1e6:12.1f} {error:+8.1%}"
         lines.append(f"{line}  {_memory(row, estimate)}".rstrip())
