@@ -73,7 +73,7 @@ held_out_records = 7
 LAUNCHER = """
 import sys
 from pipeweaver.runtime.launch import launch
-sys.exit(launch([sys.executable, *sys.argv[2:]], num_workers=int(sys.argv[1]), grace_s=5.0))
+sys.exit(launch([sys.executable, *sys.argv[2:]], num_workers=int(sys.argv[1]), grace_s=2.0))
 """
 
 
