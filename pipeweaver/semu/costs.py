@@ -21,7 +21,7 @@ from pipeweaver.costs import StageCost
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, positions
 from pipeweaver.schedule.connect import Gradients
-from pipeweaver.schedule.ir import ITEM_SIZES, Chunk
+from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
 from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.latency import LayerCost, Layout, Rule, layer_cost
 from pipeweaver.semu.layer import Input, LayerGraph, Parameters
@@ -59,6 +59,15 @@ class Coverage:
     @property
     def guessed_share(self) -> float:
         return self.guessed_ns / self.total_ns if self.total_ns else 0.0
+
+
+class StrategyCost(NamedTuple):
+    """A layer under a memory strategy: bytes held on its worker from forward to backward, beside what crosses its
+    boundary; what backward takes longer; and how long its tensors travel to host memory, once each way."""
+
+    saved_bytes: int
+    extra_ns: int
+    offload_ns: int = 0
 
 
 class Run(NamedTuple):
@@ -102,6 +111,7 @@ class SemuCosts:
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
         self._known: dict[tuple[LayerGraph, object, int], LayerCost] = {}
+        self._variants: dict[tuple[LayerGraph, Strategy], LayerGraph] = {}
         self._items: dict[int, tuple[Item, int]] = {}
         self._numbers: dict[object, int] = {}
 
@@ -174,6 +184,47 @@ class SemuCosts:
             for run in self._runs(chunk.module, chunk.start, chunk.stop)
         ]
 
+    def strategies(
+        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
+    ) -> tuple[dict[Strategy, StrategyCost], ...]:
+        """For every layer of a stage, what each memory strategy costs; only "keep" where there is no backward.
+
+        Recomputation is traced as the runtime does it, so it stops where nothing more is needed.
+        """
+        sizes = self._sizes(items, links)
+        found: list[dict[Strategy, StrategyCost]] = []
+        for run in self._runs(chunk.module, chunk.start, chunk.stop):
+            keep = self._layer(run.layer, items, links, sizes)
+            options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward)}
+            if run.backward:
+                recomputing: tuple[Strategy, Strategy] = ("recompute", "recompute-attention")
+                for strategy in recomputing:
+                    other = self._layer(self._variant(run.layer, strategy), items, links, sizes)
+                    options[strategy] = self._strategy(other, keep, True)
+                away = options["keep"].saved_bytes / self.layout.tensor_parallel
+                offload_ns = round(1e9 * away / self.machine.host_bandwidth)
+                options["offload"] = StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=offload_ns)
+            found += [options] * run.repeats
+        return tuple(found)
+
+    def _strategy(self, cost: LayerCost, keep: LayerCost, backward: bool) -> StrategyCost:
+        extra = sum(cost.phase_ns.values()) - sum(keep.phase_ns.values())
+        saved = cost.saved_bytes * self.layout.tensor_parallel if backward else 0
+        return StrategyCost(saved_bytes=saved, extra_ns=max(0, round(extra)))
+
+    def _variant(self, layer: LayerGraph, strategy: Strategy) -> LayerGraph:
+        key = (layer, strategy)
+        if key not in self._variants:
+            self._variants[key] = LayerGraph(
+                layer.spec,
+                layer.inputs,
+                dtype=layer.dtype,
+                widths=layer.widths,
+                kernels=layer.kernels,
+                strategy=strategy,
+            )
+        return self._variants[key]
+
     def _runs(self, module: str, start: int, stop: int) -> tuple[Run, ...]:
         """Layers of a chunk, equal neighbours together."""
         key = (module, start, stop)
@@ -218,7 +269,7 @@ class SemuCosts:
             input_ns=round(first),
             weight_ns=round(first + second) - round(first),
             loaded_bytes=loaded,
-            saved_bytes=sum(held),
+            saved_bytes=sum(held) + max((c.shared_bytes for c in costs), default=0) * degree * any(learns),
             forward_workspace_bytes=_workspace(forward_live, own, held),
             backward_workspace_bytes=_workspace(backward_live, own, held),
             weight_bytes=weight,

@@ -95,7 +95,7 @@ class _Fused(torch.autograd.Function):
         ctx.passes = passes
         ctx.shapes = [(tensor.shape, _order(tensor), tensor.dtype) for tensor in inputs]
         written = [out, *made, *(inputs[i] for i in updates)]
-        record(name, kind=kind, reads=inputs, writes=written, flops=flops[0], counted_flops=counted[0])
+        record(name, kind=kind, reads=inputs, writes=written, flops=flops[0], counted_flops=counted[0], forward=True)
         return out
 
     @staticmethod

@@ -83,7 +83,8 @@ class LayerCost:
 
     `operator_ns` [operators] and `exchange_ns` [exchanges] are in the order of the counts, `phase_ns` sums them
     by phase F, I and W. `guessed_ns` is the part of the time that rests on no measurement of this machine,
-    `num_guessed` counts its launches. `saved_bytes` and `weight_bytes` as in `Counts.memory`. `forward_live` and
+    `num_guessed` counts its launches. `saved_bytes`, `weight_bytes` and `shared_bytes` as in
+    `Counts.memory`. `forward_live` and
     `backward_live` are peaks of what the layer holds while it runs, parameters and inputs aside.
     """
 
@@ -96,6 +97,7 @@ class LayerCost:
     num_guessed: int
     saved_bytes: int
     weight_bytes: int
+    shared_bytes: int
     forward_live: int
     backward_live: int
 
@@ -129,7 +131,7 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
     operator_ns = each_ns * count
     exchange_ns = np.array(
         [
-            exchange_time(machine, layout, exchange.kind, exchange.phase, size)
+            exchange_time(machine, layout, exchange.kind, "F" if exchange.again else exchange.phase, size)
             for exchange, size in zip(counts.structure.exchanges, counts.exchanged_bytes.tolist(), strict=True)
         ]
     )
@@ -139,7 +141,7 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
     live = table[:, LIVE_WHOLE] + table[:, LIVE_SPLIT] / degree + table[:, LIVE_ROWS] / layout.row_cut
     if layout.row_cut > 1:
         live = live + table[:, GATHERED]
-    saved, weight = (spread_bytes(rows, split, whole, layout) for rows, split, whole in counts.memory.tolist())
+    saved, weight, shared = (spread_bytes(rows, split, whole, layout) for rows, split, whole in counts.memory.tolist())
     return LayerCost(
         counts=counts,
         operator_ns=operator_ns,
@@ -150,6 +152,7 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
         num_guessed=int(count[guessed].sum()),
         saved_bytes=int(saved),
         weight_bytes=int(weight),
+        shared_bytes=int(shared),
         forward_live=int(live[plan.phase == 0].max(initial=0)),
         backward_live=int(live[plan.phase > 0].max(initial=0)),
     )
@@ -186,7 +189,7 @@ class _Plan:
 
     `divisor`: over how many devices FLOPs are spread; `shape_divisor` [operators, 4] likewise for each dimension.
     `phase` is 0 for F, 1 for I, 2 for W. `matmuls` and `attentions` are places of those operators, `peaks` the
-    shares of the peak that the largest matmuls reach.
+    shares of the peak that the largest matmuls reach, `work` the phase that an operator works like.
     """
 
     divisor: Floats
@@ -198,7 +201,7 @@ class _Plan:
     attentions: Ints
     peaks: Floats
     peak_flops: float
-    phases: tuple[str, ...]
+    work: tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -213,6 +216,7 @@ def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
     shares = np.array([memory.factors.get(operator.name, memory.factor) for operator in operators])
     matmuls = [row for row, operator in enumerate(operators) if operator.kind == "matmul"]
     best = {"F": machine.matmul.forward, "I": machine.matmul.input, "W": machine.matmul.weight}
+    work = ["F" if operator.again else operator.phase for operator in operators]
     return _Plan(
         divisor=shape_divisor.prod(axis=1),
         shape_divisor=shape_divisor,
@@ -221,9 +225,9 @@ def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
         exchange_phase=np.array(["FIW".index(exchange.phase) for exchange in structure.exchanges], np.int64),
         matmuls=np.array(matmuls, np.int64),
         attentions=np.array([row for row, operator in enumerate(operators) if operator.kind == "attention"], np.int64),
-        peaks=np.array([best[operators[row].phase] for row in matmuls]),
+        peaks=np.array([best[work[row]] for row in matmuls]),
         peak_flops=machine.peak(layout.dtype),
-        phases=tuple(operator.phase for operator in operators),
+        work=tuple(work),
     )
 
 
@@ -233,13 +237,13 @@ def _matmul_ns(machine: Machine, plan: _Plan, flops: Floats, shapes: Floats) -> 
     factors = plan.peaks / (1 + table.half_m / m + table.half_n / n + table.half_k / k)
     if table.measured_forward or table.measured_input or table.measured_weight:
         for place, row in enumerate(plan.matmuls.tolist()):
-            factors[place], _ = matmul_factor(machine, plan.phases[row], m[place], k[place], n[place])
+            factors[place], _ = matmul_factor(machine, plan.work[row], m[place], k[place], n[place])
     return 1e9 * flops[plan.matmuls] / (plan.peak_flops * factors)
 
 
 def _attention_ns(machine: Machine, plan: _Plan, flops: Floats) -> list[float]:
     rows = plan.attentions.tolist()
-    factors = [attention_factor(machine, plan.phases[row], flops[row]) if flops[row] else 1.0 for row in rows]
+    factors = [attention_factor(machine, plan.work[row], flops[row]) if flops[row] else 1.0 for row in rows]
     return [1e9 * flops[row] / (plan.peak_flops * factor) for row, factor in zip(rows, factors, strict=True)]
 
 

@@ -21,10 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec
 from pipeweaver.model.part import PartView
+from pipeweaver.schedule.ir import Strategy
 from pipeweaver.semu.kernels import Kernels, device_kernels
 from pipeweaver.semu.sharding import Cut, Divided, Role, Sharding, shard, whole_operand
 from pipeweaver.semu.symbolic import Fit, Sums, measure
@@ -40,8 +42,9 @@ COLUMNS = 14
 the operator runs; GATHERED is an operand cut by rows that a cut matmul needs in full. BATCH, M, K, N are summed
 over the COUNT launches."""
 
-SAVED, WEIGHT = 0, 1
-"""Rows of `Counts.memory`: own tensors held from forward to backward, and from I to W. Columns by cut."""
+SAVED, WEIGHT, SHARED = 0, 1, 2
+"""Rows of `Counts.memory`: own tensors held from forward to backward, and from I to W; tensors of the part that all
+its layers use (rotary angles) and that are held for backward. Columns by cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class Operator:
     parameter: str
     divided: Divided
     accumulates: bool
+    again: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class Exchanged:
 
     kind: Literal["enter", "leave", "loss"]
     phase: OperatorPhase
+    again: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +98,8 @@ class Structure:
 class Counts:
     """Numbers of a layer on one part, before it is cut over devices.
 
-    `table` [operators, COLUMNS], `exchanged_bytes` [exchanges], `memory` [2, 3] (SAVED, WEIGHT; rows, split,
-    whole), `tensor_sizes` [tensors] in bytes.
+    `table` [operators, COLUMNS], `exchanged_bytes` [exchanges], `memory` [3, 3] (SAVED, WEIGHT, SHARED;
+    rows, split, whole), `tensor_sizes` [tensors] in bytes.
     """
 
     structure: Structure
@@ -153,6 +158,7 @@ class LayerGraph:
         widths: Mapping[str, int] | None = None,
         kernels: Kernels = "cuda",
         fused_accumulation: bool = False,
+        strategy: Strategy = "keep",
     ) -> None:
         self.spec = spec
         self.inputs = tuple(inputs)
@@ -160,6 +166,7 @@ class LayerGraph:
         self.widths = dict(widths or {})
         self.kernels = kernels
         self.fused_accumulation = fused_accumulation
+        self.strategy = strategy
         self.num_traces = 0
         self.irregular = 0
         with torch.device("meta"), _WithoutValues():
@@ -224,7 +231,7 @@ class LayerGraph:
 
     def trace(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Trace:
         """Trace the layer on a part."""
-        part = PartView(
+        part = _Unreported(
             items=items,
             links=links,
             loaded=self._loaded(items),
@@ -232,6 +239,7 @@ class LayerGraph:
             seed=0,
             device=torch.device("meta"),
             dtype=self.dtype,
+            recompute_attention=self.strategy == "recompute-attention",
         )
         state = {given.name: self._input(given, items, links) for given in self.inputs}
         with torch.no_grad():
@@ -239,11 +247,20 @@ class LayerGraph:
 
         loaded = {name: tensor for name, tensor in part.loaded.items() if isinstance(tensor, Tensor)}
         return trace(
-            lambda: self.module(dict(state), part),
+            lambda: self._run(dict(state), part),
             inputs={**state, **loaded},
             parameters=dict(self.module.named_parameters()),
             kernels=device_kernels(self.kernels),
         )
+
+    def _run(self, state: dict[str, Tensor], part: PartView) -> dict[str, Tensor]:
+        if self.strategy == "recompute":
+            found: dict[str, Tensor] = checkpoint(
+                self.module, state, part, use_reentrant=False, preserve_rng_state=False
+            )
+            return found
+        outputs: dict[str, Tensor] = self.module(state, part)
+        return outputs
 
     def _sample(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[Structure, Floats]:
         self.num_traces += 1
@@ -284,6 +301,13 @@ _FIRST = ("parts", "items", "tokens", "squares")
 _CUTS: tuple[Cut, Cut, Cut] = ("rows", "split", "whole")
 
 
+class _Unreported(PartView):
+    """A part that lets go of what layers report: a step's metrics are not held for its backward."""
+
+    def report(self, name: str, total: float | Tensor, count: int | Tensor) -> None:
+        pass
+
+
 class _WithoutValues(TorchFunctionMode):
     """Skips drawing initial values on the meta device: there are none, and torch loads its compiler to draw them."""
 
@@ -319,8 +343,9 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[S
             parameter=call.parameter,
             divided=divided,
             accumulates=call.accumulates,
+            again=call.again,
         )
-        key = (call.name, call.phase, call.site, call.visit, call.parameter, divided)
+        key = (call.name, call.phase, call.again, call.site, call.visit, call.parameter, divided)
         numbers = _numbers(call, sharding, traced)
         if key in lines:
             before = lines[key][1]
@@ -332,13 +357,17 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[S
     own_saved = {s for s in traced.saved if storages[s].role == "own"} - set(traced.outputs.values())
     produced = {number for call in traced.calls if call.phase == "W" for number, _ in call.writes}
     held = {n for call in traced.calls if call.phase == "W" for n, _ in call.reads if storages[n].role == "own"}
-    memory = np.array([_by_cut(numbers, sharding, traced) for numbers in (own_saved, held - produced)])
+    shared = {s for s in traced.saved if storages[s].role == "shared"}
+    memory = np.array([_by_cut(numbers, sharding, traced) for numbers in (own_saved, held - produced, shared)])
     inputs = {storage.name: n for n, storage in enumerate(storages) if storage.role == "input"}
+    again = any(call.again for call in traced.calls)  # what runs again keeps its inputs
     tensors = {**inputs, **{f"out.{name}": n for name, n in traced.outputs.items()}}
     structure = Structure(
         operators=tuple(operator for operator, _ in lines.values()),
-        exchanges=tuple(Exchanged(kind=e.kind, phase=e.phase) for e in sharding.exchanges),
-        saved_inputs=frozenset(name for name, n in inputs.items() if n in traced.saved),
+        exchanges=tuple(Exchanged(kind=e.kind, phase=e.phase, again=e.again) for e in sharding.exchanges),
+        saved_inputs=frozenset(
+            name for name, n in inputs.items() if n in traced.saved or (again and name not in loaded)
+        ),
         saved_outputs=frozenset(name for name, n in traced.outputs.items() if n in traced.saved),
         loaded=loaded,
         tensors=tuple(tensors),
@@ -359,8 +388,8 @@ def _unpack(structure: Structure, values: Floats) -> Counts:
         structure=structure,
         table=values[: operators * COLUMNS].reshape(operators, COLUMNS),
         exchanged_bytes=rest[:exchanges],
-        memory=rest[exchanges : exchanges + 6].reshape(2, 3),
-        tensor_sizes=rest[exchanges + 6 :],
+        memory=rest[exchanges : exchanges + 9].reshape(3, 3),
+        tensor_sizes=rest[exchanges + 9 :],
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeweaver.semu.trace import Call, Trace
+from pipeweaver.semu.trace import Call, OperatorPhase, Trace
 
 Cut = Literal["rows", "split", "whole"]
 Role = Literal["column", "row", "vocabulary", "sequence", "whole"]
@@ -35,12 +35,14 @@ class Exchange:
 
     "enter": a column-parallel matmul reads it; "leave": a row-parallel one (or an embedding) made it;
     "loss": the statistics of a loss over a split vocabulary. In backward each is its mirror image; phase W
-    stands for gathering a saved input again for the weight's gradient.
+    stands for gathering a saved input again for the weight's gradient. `again`: one of forward, repeated in
+    backward.
     """
 
     kind: Literal["enter", "leave", "loss"]
-    phase: Literal["F", "I", "W"]
+    phase: OperatorPhase
     storage: int
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ def whole_operand(call: Call, cuts: Sequence[Cut], roles: dict[str, Role], trace
         return None
     for position, storage in enumerate(call.operands):
         if role == "sequence":
-            if trace.storages[storage].role == "parameter" or (call.phase == "W" and position == 2):
+            of_weight = call.phase == "W" and not call.again
+            if trace.storages[storage].role == "parameter" or (of_weight and position == 2):
                 return position
         elif cuts[storage] == "rows":
             return position
@@ -121,19 +124,20 @@ def _result(call: Call, cuts: list[Cut], roles: dict[str, Role], uncut: set[str]
         elif call.name == "aten.embedding":
             roles[call.parameter] = "vocabulary"
     role = roles.get(call.parameter)
+    runs_forward = call.phase == "F" or call.again
     if call.kind == "matmul" and role is not None:
-        if call.phase == "W":
+        if call.phase == "W" and not runs_forward:
             return "split" if role in ("column", "row") else "whole"
         made: dict[Role, Cut] = {
-            "column": "split" if call.phase == "F" else "rows",
-            "row": "rows" if call.phase == "F" else "split",
+            "column": "split" if runs_forward else "rows",
+            "row": "rows" if runs_forward else "split",
             "sequence": "rows",
             "vocabulary": "rows",
             "whole": "whole",
         }
         return made[role]
     if role == "vocabulary":
-        return "rows" if call.phase == "F" else "split"
+        return "rows" if runs_forward else "split"
     return "split" if "split" in mine else "rows" if "rows" in mine else "whole"
 
 
@@ -164,12 +168,11 @@ def _divided(call: Call, cuts: list[Cut], roles: dict[str, Role], trace: Trace) 
 
 def _exchanges(trace: Trace, cuts: list[Cut], roles: dict[str, Role]) -> tuple[Exchange, ...]:
     exchanges: list[Exchange] = []
-    seen: set[tuple[str, str, int]] = set()
 
-    def add(kind: Literal["enter", "leave", "loss"], phase: Literal["F", "I", "W"], storage: int) -> None:
-        if (kind, phase, storage) not in seen:
-            seen.add((kind, phase, storage))
-            exchanges.append(Exchange(kind=kind, phase=phase, storage=storage))
+    def add(kind: Literal["enter", "leave", "loss"], phase: OperatorPhase, storage: int, again: bool = False) -> None:
+        exchange = Exchange(kind=kind, phase=phase, storage=storage, again=again)
+        if exchange not in exchanges:
+            exchanges.append(exchange)
 
     entered: dict[str, int] = {}
     for call in trace.calls:
@@ -179,8 +182,8 @@ def _exchanges(trace: Trace, cuts: list[Cut], roles: dict[str, Role]) -> tuple[E
             if position is None:
                 continue
             storage = call.operands[position]
-            if call.phase == "F":
-                add("enter" if role == "column" else "leave", "F", storage)
+            if call.phase == "F" or call.again:
+                add("enter" if role == "column" else "leave", call.phase, storage, call.again)
                 entered.setdefault(call.parameter, storage)
             elif call.phase == "I" and role == "column":
                 # Gradients of one input are summed before they are exchanged: once per input, not per weight.
@@ -190,9 +193,9 @@ def _exchanges(trace: Trace, cuts: list[Cut], roles: dict[str, Role]) -> tuple[E
             elif role == "column":
                 add("enter", "W", storage)
         elif role == "vocabulary" and call.name.startswith("aten.embedding"):
-            rows = call.writes if call.phase == "F" else [r for r in call.reads if cuts[r[0]] == "rows"]
+            rows = call.writes if call.phase == "F" or call.again else [r for r in call.reads if cuts[r[0]] == "rows"]
             for number, _ in rows[:1]:
-                add("leave", call.phase, number)
+                add("leave", call.phase, number, call.again)
     loss = trace.outputs.get("loss")
     if loss is not None and cuts[loss] == "split":
         add("loss", "F", loss)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +33,8 @@ from torch.utils.flop_counter import flop_registry
 
 Kind = Literal["matmul", "attention", "memory"]
 """What bounds an operator: matrix units, a fused attention kernel, or moving bytes."""
+
+Owner = Literal["input", "parameter", "gradient", "own", "shared"]
 
 OperatorPhase = Literal["F", "I", "W"]
 """Forward, or a part of backward: what input gradients need (I), what only parameter gradients need (W)."""
@@ -61,18 +64,20 @@ class Call:
     writes: tuple[tuple[int, int], ...]
     live: tuple[int, ...]
     accumulates: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """`role` says whose it is: an input of that name, a parameter, a parameter's gradient, or the layer's own.
+    """`role` says whose it is: an input of that name, a parameter, a parameter's gradient, the layer's own, or
+    shared: there before the layer ran, made for all layers of a part.
 
     `length` is the first dimension of the tensor that it was first seen under.
     """
 
     num_bytes: int
     length: int
-    role: Literal["input", "parameter", "gradient", "own"]
+    role: Owner
     name: str = ""
 
 
@@ -143,8 +148,9 @@ def record(
     writes: Sequence[Tensor],
     flops: int = 0,
     counted_flops: int | None = None,
+    forward: bool = False,
 ) -> None:
-    """Report a device kernel that stands in for torch's operators, from inside its forward or backward.
+    """Report a device kernel that stands in for torch's operators, from inside its `forward` or backward.
 
     Outside a trace nobody listens.
     """
@@ -152,7 +158,7 @@ def record(
     recorder = _recorder.get()
     if recorder is not None:
         counted = flops if counted_flops is None else counted_flops
-        recorder.add(name, kind, reads, writes, flops=flops, counted_flops=counted)
+        recorder.add(name, kind, reads, writes, flops=flops, counted_flops=counted, forward=forward)
 
 
 def fuse_accumulation(traced: Trace) -> Trace:
@@ -207,6 +213,7 @@ class _Entry:
     writes: dict[int, int]
     live: tuple[int, ...]
     accumulates: bool
+    again: bool
 
 
 @dataclass(kw_only=True)
@@ -214,7 +221,7 @@ class _Known:
     reference: StorageWeakRef
     num_bytes: int
     length: int
-    role: Literal["input", "parameter", "gradient", "own"]
+    role: Owner
     name: str = ""
 
 
@@ -248,9 +255,7 @@ class _Recorder(TorchDispatchMode):
                 parameter.grad = torch.empty_like(parameter)
                 self.storage(parameter.grad, role="gradient", name=name)
 
-    def storage(
-        self, tensor: Tensor | None, role: Literal["input", "parameter", "gradient", "own"] = "own", name: str = ""
-    ) -> int:
+    def storage(self, tensor: Tensor | None, role: Owner = "own", name: str = "") -> int:
         """The number of a tensor's storage; a new one if it was never seen."""
         assert tensor is not None
         storage = tensor.untyped_storage()
@@ -267,7 +272,7 @@ class _Recorder(TorchDispatchMode):
         return number
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self.saved.add(self.storage(tensor))
+        self.saved.add(self.storage(tensor, "shared"))
         return tensor.detach()  # an output that holds itself through its graph would never go away
 
     def unpack(self, tensor: Tensor) -> Tensor:
@@ -275,8 +280,11 @@ class _Recorder(TorchDispatchMode):
 
     def end_forward(self, outputs: Mapping[str, Tensor]) -> None:
         self.outputs = {name: self.storage(tensor) for name, tensor in outputs.items()}
-        self.prune()  # what was saved by a graph that nobody holds any more is gone
-        self.saved = {number for number in self.saved if self.known[number].role != "own" or number in self.live}
+        self.prune()
+        # Saved is what still lives, whoever holds it for backward: autograd, or a checkpoint to run it again.
+        others = {number for number in self.saved if self.known[number].role != "own"}
+        outputs_saved = self.saved & set(self.outputs.values())
+        self.saved = others | outputs_saved | (self.live - set(self.outputs.values()))
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -288,7 +296,7 @@ class _Recorder(TorchDispatchMode):
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_meta]
         written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_meta]
         name = str(func._overloadpacket)
-        known = {self.storage(tensor) for tensor in read}
+        known = {self.storage(tensor, "shared") for tensor in read}
         fresh = [tensor for tensor in written if self.storage(tensor) not in known]
         mutates = func._schema.is_mutable
         if name in _NO_KERNEL or not (fresh or mutates):
@@ -321,9 +329,10 @@ class _Recorder(TorchDispatchMode):
         counted_flops: int,
         shape: tuple[int, int, int, int] = (0, 0, 0, 0),
         operands: tuple[int, ...] = (),
+        forward: bool = False,
     ) -> None:
-        writes = _bytes(self, written)
-        reads = _bytes(self, read)
+        reads = _bytes(self, read, "shared")
+        writes = _bytes(self, written, "own")
         if name in _ROWS_OF_FIRST:
             # Only the rows that are asked for are read, not the whole table.
             reads[self.storage(read[0])] = sum(writes.values())
@@ -333,6 +342,8 @@ class _Recorder(TorchDispatchMode):
         )
         node = torch._C._current_autograd_node() if self.phase != "F" else None
         accumulates, visit = False, 0
+        # Backward runs without gradients; what a checkpoint runs again does not.
+        again = self.phase != "F" and (forward or torch.is_grad_enabled())
         if self.phase == "F":
             site = _site(sys._getframe(2), self.base)
             sequence = torch._C._autograd._get_sequence_nr() - 1
@@ -365,6 +376,7 @@ class _Recorder(TorchDispatchMode):
                 writes=writes,
                 live=tuple(sorted(self.live)),
                 accumulates=accumulates,
+                again=again,
             )
         )
 
@@ -394,6 +406,7 @@ class _Recorder(TorchDispatchMode):
                 writes=tuple(entry.writes.items()),
                 live=entry.live,
                 accumulates=entry.accumulates,
+                again=entry.again,
             )
             for entry, phase in zip(self.entries, phases, strict=True)
         )
@@ -415,11 +428,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def _backward(roots: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    tensors, with_respect = list(roots.values()), list(gradients.values())
-    # Nobody but autograd holds on to the gradients that come in: they go as soon as they are used.
-    roots.clear()
-    gradients.clear()
-    torch.autograd.backward(tensors, with_respect)
+    # Not `torch.autograd.backward`, which would leave the modes that checkpoints run forward in again.
+    _engine_run_backward(
+        tuple(roots.values()),
+        tuple(gradients.values()),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _phases(entries: Sequence[_Entry], input_gradients: set[int]) -> list[OperatorPhase]:
@@ -437,14 +455,14 @@ def _phases(entries: Sequence[_Entry], input_gradients: set[int]) -> list[Operat
     return phases[::-1]
 
 
-def _bytes(recorder: _Recorder, tensors: Sequence[Tensor]) -> dict[int, int]:
+def _bytes(recorder: _Recorder, tensors: Sequence[Tensor], role: Owner) -> dict[int, int]:
     """Bytes touched per storage; an expanded dimension is read once."""
     touched: dict[int, int] = {}
     for tensor in tensors:
         count = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             count *= size if stride else min(size, 1)
-        number = recorder.storage(tensor)
+        number = recorder.storage(tensor, role)
         num_bytes = min(count * tensor.element_size(), recorder.known[number].num_bytes)
         touched[number] = max(touched.get(number, 0), num_bytes)
     return touched

@@ -39,8 +39,10 @@ def test_chunks_add_up_to_the_module() -> None:
     for name in ("forward_ns", "backward_ns", "input_ns", "weight_ns"):
         assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name), abs=4)
     assert sum(part.loaded_bytes for part in parts) == whole.loaded_bytes == 2 * 70 * 8
-    # Between chunks activations travel instead of being saved: three boundaries of 70 rows of 64 bfloat16.
-    assert sum(part.saved_bytes for part in parts) + 3 * 70 * 64 * 2 == whole.saved_bytes
+    # Between chunks activations travel instead of being saved: three boundaries of 70 rows of 64 bfloat16; and
+    # each chunk holds rotary angles, 2 tables of 70 x 4, that layers of one chunk share.
+    between, angles = 70 * 64 * 2, 2 * 70 * 4 * 2
+    assert sum(part.saved_bytes for part in parts) + 3 * between - 3 * angles == whole.saved_bytes
     assert whole.input_ns + whole.weight_ns == whole.backward_ns > whole.forward_ns > 0
 
 
@@ -119,3 +121,20 @@ def test_a_calibrated_machine_guesses_nothing() -> None:
     found = costs(machine="B200")
     found.stage(language(0, 4), TEXTS, LINKS)
     assert found.coverage.guessed_share == 0
+
+
+def test_memory_strategies_trade_bytes_for_time() -> None:
+    found = costs()
+    options = found.strategies(language(0, 3), TEXTS, LINKS)
+    assert len(options) == 4  # before, and three layers
+    keep, attention, layer, offload = (
+        options[2][name] for name in ("keep", "recompute-attention", "recompute", "offload")
+    )
+    assert keep.extra_ns == 0 and keep.offload_ns == 0
+    assert keep.saved_bytes > attention.saved_bytes > layer.saved_bytes == offload.saved_bytes == 0
+    forward = found.stage(language(1, 2), TEXTS, LINKS).forward_ns
+    assert 0 < attention.extra_ns < layer.extra_ns <= forward
+    assert offload.offload_ns == round(1e9 * keep.saved_bytes / found.machine.host_bandwidth)
+    frozen = SemuCosts(tiny_vlm(2, trainable=False), load_machine("H800"), widths=WIDTHS)
+    vision = Chunk(task="main", module="vision", start=0, stop=2, worker=0)
+    assert [set(option) for option in frozen.strategies(vision, IMAGES, [[], []])] == [{"keep"}] * 4

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec, positions
 from pipeweaver.model.part import PartView
+from pipeweaver.schedule.ir import Strategy
 from pipeweaver.semu.costs import SemuCosts
-from pipeweaver.semu.layer import COUNTED_FLOPS, FLOPS, Input, LayerGraph
+from pipeweaver.semu.layer import COUNTED_FLOPS, FLOPS, Counts, Input, LayerGraph
 from pipeweaver.semu.machine import load_machine
-from tests.semu.layers import WIDTHS, image, text, tiny_vlm
+from tests.semu.layers import WIDTHS, clip, image, text, tiny_video, tiny_vlm
 
 
-def graphs(**options: object) -> dict[str, LayerGraph]:
-    costs = SemuCosts(tiny_vlm(), load_machine("H100"), widths=WIDTHS)
-    return {
-        f"{module.name}.{position}": costs._modules[module.name][position][0]
-        for module in costs.graph.modules
-        for position, _ in positions(module)
-    }
+def graphs() -> dict[str, LayerGraph]:
+    found = {}
+    for graph in (tiny_video(), tiny_vlm()):  # of the two language models the one that reads images stays
+        costs = SemuCosts(graph, load_machine("H100"), widths=WIDTHS)
+        for module in graph.modules:
+            for position, _ in positions(module):
+                found[f"{module.name}.{position}"] = costs._modules[module.name][position][0]
+    return found
 
 
 def part(module: str, seed: int) -> tuple[list[Item], list[list[Item]]]:
@@ -31,11 +38,17 @@ def part(module: str, seed: int) -> tuple[list[Item], list[list[Item]]]:
     images = [image(i, 2 * draw.randint(1, 5), 2 * draw.randint(1, 5)) for i in range(draw.randint(1, 4))]
     if module == "vision":
         return images, [[] for _ in images]
+    if module == "diffusion":
+        clips = [clip(i, draw.randint(1, 3), draw.randint(2, 4), draw.randint(2, 4)) for i in range(len(images))]
+        return clips, [[text(i, draw.randint(3, 9))] for i in range(len(clips))]
     texts = [text(i, draw.randint(8, 40)) for i in range(draw.randint(1, 3))]
     return texts, [images if i == 0 else [] for i in range(len(texts))]
 
 
-@pytest.mark.parametrize("name", ["vision.-1", "vision.0", "vision.2", "language.-1", "language.0", "language.2"])
+LAYERS = [f"{module}.{position}" for module in ("vision", "language", "diffusion") for position in (-1, 0, 2)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_counts_of_sizes_never_traced_are_those_of_a_trace(name: str) -> None:
     symbolic = graphs()[name]
     module = name.split(".")[0]
@@ -101,6 +114,11 @@ def test_matmuls_alternate_between_column_and_row_parallel() -> None:
     assert roles["vision.2"] == {"projector.0.weight": "column", "projector.2.weight": "row"}
     assert roles["language.-1"] == {"embedding.weight": "vocabulary"}
     assert roles["language.2"] == {"head.weight": "column"}
+    assert roles["diffusion.-1"] == {"latents.weight": "sequence"}
+    modulation = {"modulation.down": "whole", "modulation.up": "whole"}
+    cross = {f"cross_{name}": role for name, role in block.items()}
+    diffusion = {**modulation, **block, **cross, "mlp.gate": "column", "mlp.up": "column", "mlp.down": "row"}
+    assert roles["diffusion.0"] == {f"{name}.weight": role for name, role in diffusion.items()}
 
 
 def test_a_block_exchanges_what_megatron_does() -> None:
@@ -112,26 +130,54 @@ def test_a_block_exchanges_what_megatron_does() -> None:
     assert set(counts.exchanged_bytes) == {rows}
 
 
-@pytest.mark.parametrize("name", ["vision.-1", "vision.0", "vision.2", "language.-1", "language.0", "language.2"])
-def test_saved_bytes_equal_those_of_a_real_forward(name: str) -> None:
-    costs = SemuCosts(tiny_vlm(), load_machine("cpu"), dtype="float32", widths=WIDTHS)
+class Held(TorchDispatchMode):
+    """Follows every storage that a real forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def num_bytes(self) -> int:
+        return sum(size for reference, size in self.made.items() if not reference.expired())
+
+
+@pytest.mark.parametrize("strategy", ["keep", "recompute", "recompute-attention"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_saved_bytes_equal_those_of_a_real_forward(name: str, strategy: Strategy) -> None:
     module, position = name.split(".")
-    layer = costs._modules[module][int(position)][0]
+    graph = tiny_video() if module == "diffusion" else tiny_vlm()
+    costs = SemuCosts(graph, load_machine("cpu"), dtype="float32", widths=WIDTHS)
+    plain = costs._modules[module][int(position)][0]
+    layer = LayerGraph(plain.spec, plain.inputs, dtype=torch.float32, widths=WIDTHS, kernels="cpu", strategy=strategy)
     picture = image(0, 4, 6)
-    items, links = ([picture], [[]]) if module == "vision" else ([text(0, 21)], [[picture]])
+    items, links = {
+        "vision": ([picture], [[]]),
+        "language": ([text(0, 21)], [[picture]]),
+        "diffusion": ([clip(0, 2, 3, 4)], [[text(0, 7)]]),
+    }[module]
     found = layer.trace(items, links)
 
-    with torch.device("cpu"):
-        real = layer.spec.build()
+    real = layer.spec.build()
     rows = sum(item.sizes["tokens"] for item in items)
-    features = sum(source.sizes["features"] for sources in links for source in sources)
+    features = sum(source.sizes.get("features", 0) for sources in links for source in sources)
     state = {}
     for given in layer.inputs:
-        count = rows if given.source is None else features
+        linked = sum(source.sizes[given.spec.rows] for sources in links for source in sources if given.source)
+        count = rows if given.source is None else linked
         state[given.name] = torch.randn(count, given.spec.width, requires_grad=given.grad)
     tokens = torch.full((rows,), 5)
     tokens[:features] = 3
     loaded = {"tokens": tokens, "labels": torch.full((rows,), 5), "pixels": torch.randn(rows, 12)}
+    loaded["latents"] = torch.randn(rows, 6)
     view = PartView(
         items=items,
         links=links,
@@ -140,23 +186,44 @@ def test_saved_bytes_equal_those_of_a_real_forward(name: str) -> None:
         seed=0,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        recompute_attention=strategy == "recompute-attention",
     )
     with torch.no_grad():
         real(dict(state), view)
-    theirs = {t.untyped_storage().data_ptr() for t in [*state.values(), *loaded.values(), *real.parameters()]}
-    saved: dict[int, int] = {}
-    kept = []
+    view._reported.clear()
+    with Held() as held:
+        if strategy == "recompute":
+            outputs = checkpoint(real, dict(state), view, use_reentrant=False, preserve_rng_state=False)
+        else:
+            outputs = real(dict(state), view)
+    view._reported.clear()  # metrics wait for the end of the step, not for the backward
+    gone = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs.values()}
+    assert held.num_bytes() - sum(gone.values()) == found.saved_bytes
+    if strategy == "recompute":
+        assert found.saved_bytes == 0
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in theirs:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        real(dict(state), view)
-    assert found.saved_bytes == sum(saved.values())
+@pytest.mark.parametrize("strategy", ["recompute", "recompute-attention"])
+def test_recomputation_runs_forward_again_and_saves_less(strategy: Strategy) -> None:
+    items, links = part("language", 3)
+    plain = graphs()["language.0"]
+    again = LayerGraph(plain.spec, plain.inputs, dtype=torch.bfloat16, strategy=strategy)
+    keep, recompute = plain.counts(items, links), again.counts(items, links)
+    forward, backward = ({p: r for p, r in _rows(c, FLOPS).items()} for c in (keep, recompute))
+    assert forward["F"] == backward["F"]
+    repeated = backward["I"] + backward["W"] - forward["I"] - forward["W"]
+    assert 0.2 * forward["F"] < repeated <= forward["F"]
+    assert recompute.memory[0].sum() < 0.8 * keep.memory[0].sum()
+    kinds = [(e.kind, e.phase, e.again) for e in recompute.structure.exchanges]
+    assert [k for k in kinds if not k[2]] == [(e.kind, e.phase, e.again) for e in keep.structure.exchanges]
+    assert ("enter", "I", True) in kinds
+
+
+def _rows(counts: Counts, column: int) -> dict[str, float]:
+    found = {"F": 0.0, "I": 0.0, "W": 0.0}
+    for operator, row in zip(counts.operators, counts.table, strict=True):
+        found[operator.phase] += row[column]
+    return found
 
 
 def test_causal_attention_counts_half_the_square_and_the_diagonal() -> None:
