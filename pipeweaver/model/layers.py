@@ -128,7 +128,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def run_attention(part: PartView, attention: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
     """Call a block's attention; where the memory strategy says so, forget it until the backward."""
     if part.recompute_attention and torch.is_grad_enabled():
-        return checkpoint(attention, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+        return checkpoint(
+            attention,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=part.recompute_contexts,
+            **options,
+        )
     return attention(*inputs, **options)
 
 

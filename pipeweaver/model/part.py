@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
 
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec
@@ -22,7 +24,8 @@ class PartView:
 
     `items` in packed order; `links[i]` are the source items whose rows flow into items[i], in order;
     `loaded` holds what layers asked the data set for, packed like all tensors (or a list per item where
-    shapes differ). `recompute_attention` is the memory strategy of the layer that runs now.
+    shapes differ). `recompute_attention` is the memory strategy of the layer that runs now; `recompute_contexts` makes
+    the contexts, for the first time and for the second, that what is recomputed runs in (torch's `context_fn`).
     """
 
     items: Sequence[Item]
@@ -33,6 +36,7 @@ class PartView:
     device: torch.device
     dtype: torch.dtype
     recompute_attention: bool = False
+    recompute_contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn
     _reported: dict[str, tuple[float | Tensor, int | Tensor]] = field(default_factory=dict, repr=False)
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 

@@ -25,6 +25,7 @@ from pipeweaver.runtime.describe import describe
 from pipeweaver.runtime.loading import Loaded, Loads
 from pipeweaver.runtime.optimizer import clip_factor
 from pipeweaver.runtime.rows import Piece, arriving, backwards, combine, take
+from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.runtime.stage import StageState, run_backward, run_forward
 from pipeweaver.runtime.transport import Address
 from pipeweaver.schedule.ir import (
@@ -44,6 +45,9 @@ from pipeweaver.schedule.ir import (
 
 if TYPE_CHECKING:
     from pipeweaver.runtime.worker import Worker
+
+
+_Content = Loaded | StageState | Tensor | WeightGradients | None
 
 
 class Loader(Protocol):
@@ -74,6 +78,7 @@ class Execution:
         self._loaded: dict[tuple[int, int], Loaded] = {}
         self._states: dict[tuple[int, int], StageState] = {}
         self._gradients: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._received: dict[tuple[int, int], Tensor] = {}
         self._stores: dict[str, dict[tuple[int, int], Any]] = {
             "loaded": self._loaded,
@@ -81,10 +86,13 @@ class Execution:
             "output": self._states,
             "gradient": self._gradients,
             "received": self._received,
+            "weight": self._weights,
         }
         self._reports: list[tuple[str, PartView]] = []
         self._links = linked(plan.items, plan.links)
-        self._backward = {(stage.chunk, stage.part) for stage in plan.order[self.address.worker] if stage.phase != "F"}
+        stages = plan.order[self.address.worker]
+        self._backward = {(stage.chunk, stage.part) for stage in stages if stage.phase != "F"}
+        self._split = {(stage.chunk, stage.part) for stage in stages if stage.phase == "W"}
         chunks = plan.placement.chunks
         self._incoming: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._outgoing: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -174,10 +182,10 @@ class Execution:
         match action.stage.phase:
             case "F":
                 self._forward(chunk, action)
-            case "B":
+            case "B" | "I":
                 self._backward_stage(chunk, action)
-            case phase:
-                raise ValueError(f"stage {action.stage}: phase {phase} of a split backward cannot be run; plan with B")
+            case "W":
+                self._weights[action.stage.chunk, action.stage.part].accumulate()
 
     def _forward(self, chunk: Chunk, action: Compute) -> None:
         at = (action.stage.chunk, action.stage.part)
@@ -223,6 +231,7 @@ class Execution:
             grad=grad,
             needs_grad=needs_grad,
             strategies=action.strategies,
+            split=at in self._split,
         )
         # Reports are read when the step is over: reading waits for the device.
         self._reports.append((f"{chunk.task}/{chunk.module}", replace(view, loaded={}, _made={})))
@@ -256,7 +265,9 @@ class Execution:
         scale = 0.0
         if module.loss is not None:
             scale = module.loss.weight / max(1, self.plan.normalisers[f"{chunk.task}/{chunk.module}"])
-        self._allocate(action.allocations, run_backward(state, gradients, loss_scale=scale))
+        returned = run_backward(state, gradients, loss_scale=scale)
+        for allocation in action.allocations:
+            self._allocate((allocation,), state.later if allocation.buffer.kind == "weight" else returned)
 
     def _norm(self) -> None:
         squares = sum(
@@ -308,7 +319,7 @@ class Execution:
             self.losses[name] = total / max(1, plan.normalisers[name])
         return sums[0]
 
-    def _allocate(self, allocations: Sequence[Allocation], content: Loaded | StageState | Tensor) -> None:
+    def _allocate(self, allocations: Sequence[Allocation], content: _Content) -> None:
         for (kind, first, second), _ in allocations:
             assert (first, second) not in self._stores[kind], f"{kind} of {first}, {second} is allocated twice"
             self._stores[kind][first, second] = content

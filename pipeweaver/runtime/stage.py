@@ -9,6 +9,8 @@ outputs and ends at the leaves:
     gradients = run_backward(state, {"x": received_gradient}, loss_scale=weight / normaliser)
     send(gradients["x"])
 
+With `split`, that backward is stage I, and `state.later.accumulate()` is stage W (`split.py`).
+
 So a chain of chunks gives the same parameter gradients as one graph through all of them: the chain rule, with
 its sums over tensors that several chunks read taken by the caller.
 """
@@ -16,7 +18,9 @@ its sums over tensors that several chunks read taken by the caller.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.model.graph import LayerSpec, LossSpec, ModelGraph, TensorSpec
 from pipeweaver.model.part import PartView, check_outputs, handed_on
+from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.schedule.ir import Chunk, Strategy
 
 
@@ -51,12 +56,14 @@ class BuiltChunk:
 class StageState:
     """What a forward leaves behind: leaves, outputs and, in the last chunk of a module with a loss, its sum.
 
-    With gradients, outputs and loss hold the graph: this is what the plan calls the buffer "saved".
+    With gradients, outputs and loss hold the graph: this is what the plan calls the buffer "saved". `later` is for a
+    split backward: after I it holds what W needs, the buffer "weight".
     """
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     loss: Tensor | None
+    later: WeightGradients | None = None
 
 
 def build_chunk(graph: ModelGraph, chunk: Chunk, modules: Mapping[str, nn.Module]) -> BuiltChunk:
@@ -95,12 +102,14 @@ def run_forward(
     grad: bool,
     needs_grad: Collection[str] = (),
     strategies: Sequence[Strategy] = (),
+    split: bool = False,
 ) -> StageState:
     """Forward of a chunk on a part.
 
     `inputs` are packed tensors [rows, width] without history; those in `needs_grad` become leaves.
-    `outputs` names what leaves the chunk. Without `grad` there is no graph at all. Raises ValueError, naming
-    the layer, if it does not return what its spec says, or if a memory strategy cannot be run.
+    `outputs` names what leaves the chunk. Without `grad` there is no graph at all. With `split` the backward will
+    leave weight gradients for later. Raises ValueError, naming the layer, if it does not return what its spec says,
+    writes into what it is given, or if a memory strategy cannot be run.
     """
     strategies = strategies or ["keep"] * len(chunk.layers)
     assert len(strategies) == len(chunk.layers), f"{len(strategies)} memory strategies for {len(chunk.layers)} layers"
@@ -108,12 +117,13 @@ def run_forward(
     carried = {name: tensor for name, tensor in leaves.items() if name not in _read(chunk)}
     sent: dict[str, Tensor] = {}
     loss = None
+    later = WeightGradients() if split and grad else None
     with torch.set_grad_enabled(grad):
         for layer, strategy in zip(chunk.layers, strategies, strict=True):
             state = dict(carried)
             for name in layer.spec.reads:
                 state[name] = sent[layer.inside[name]] if name in layer.inside else leaves[name]
-            result = _run_layer(layer, state, view, strategy if grad else "keep")
+            result = _run_layer(layer, state, view, strategy if grad else "keep", later)
             has_loss = chunk.loss is not None and layer is chunk.layers[-1]
             check_outputs(layer.name, layer.spec, result, view, loss=has_loss)
             carried = {spec.name: handed_on(spec, result) for spec in layer.spec.carries}
@@ -124,13 +134,14 @@ def run_forward(
         inputs=leaves,
         outputs={name: leaving[name] if grad else leaving[name].detach() for name in outputs},
         loss=loss,
+        later=later,
     )
 
 
 def run_backward(state: StageState, gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0) -> dict[str, Tensor]:
     """Backward of a stage: adds to the parameters' gradients, returns those of the inputs that need one.
 
-    `gradients` are [rows, width] by output name; an output that is missing there has gradient zero.
+    If the forward was told that the backward is split, weight gradients are left to `state.later`. `gradients` are [rows, width] by output name; an output that is missing there has gradient zero.
     The loss counts `loss_scale` times: weight over normaliser.
     """
     roots: list[Tensor] = []
@@ -143,7 +154,8 @@ def run_backward(state: StageState, gradients: Mapping[str, Tensor], *, loss_sca
         roots.append(state.loss)
         starts.append(torch.full_like(state.loss, loss_scale))
     if roots:
-        torch.autograd.backward(roots, starts)
+        with nullcontext() if state.later is None else state.later.put_off():
+            torch.autograd.backward(roots, starts)
     return {
         name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
         for name, leaf in state.inputs.items()
@@ -155,16 +167,55 @@ def _read(chunk: BuiltChunk) -> set[str]:
     return {name for layer in chunk.layers for name in layer.spec.reads}
 
 
-def _run_layer(layer: BuiltLayer, state: dict[str, Tensor], view: PartView, strategy: Strategy) -> dict[str, Tensor]:
+def _run_layer(
+    layer: BuiltLayer, state: dict[str, Tensor], view: PartView, strategy: Strategy, later: WeightGradients | None
+) -> dict[str, Tensor]:
+    def intercepted() -> AbstractContextManager[Any]:
+        return nullcontext() if later is None else later.intercepted()
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return intercepted(), intercepted()
+
     match strategy:
         case "keep":
-            return layer.module(state, view)
+            with intercepted():
+                return _call(layer, state, view)
         case "recompute":
             # Randomness hangs on items, so there is no generator's state to restore.
-            return checkpoint(layer.module, state, view, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(
+                _call, layer, state, view, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
         case "recompute-attention":
-            return layer.module(state, replace(view, recompute_attention=True))
+            with intercepted():
+                return _call(layer, state, replace(view, recompute_attention=True, recompute_contexts=contexts))
         case _:
             raise ValueError(
                 f"{layer.name}: memory strategy {strategy} cannot be run; use keep, recompute or recompute-attention"
             )
+
+
+def _call(layer: BuiltLayer, state: dict[str, Tensor], view: PartView) -> dict[str, Tensor]:
+    """Run a layer's module. What it is given must stay as it is, wherever the model is cut: it may be the output of a
+    chunk that still needs it, and is there once more where the layer is recomputed."""
+    given = {**state, **{name: t for name, t in view.loaded.items() if isinstance(t, Tensor)}}
+    versions = {name: tensor._version for name, tensor in given.items()}
+    try:
+        result = layer.module(dict(state), view)
+    except RuntimeError as error:
+        if "leaf Variable" not in str(error):
+            raise
+        raise ValueError(_WRITES.format(layer=layer.name, names=_listed(state))) from error
+    written = {name for name, tensor in given.items() if tensor._version != versions[name]}
+    if written:
+        raise ValueError(_WRITES.format(layer=layer.name, names=_listed(written)))
+    return result
+
+
+_WRITES = (
+    "layer {layer} writes in place into what it is given ({names}); it must leave that as it is: "
+    "work on a copy (x = x.clone()), or out of place"
+)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names))

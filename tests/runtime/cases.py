@@ -18,7 +18,7 @@ from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.ir import Compute, Plan
+from pipeweaver.schedule.ir import Compute, Draft, Plan, Stage
 from pipeweaver.schedule.verify import verify
 from tests.runtime.graphs import BATCHES, GRAPHS, batch_of, graph_of
 
@@ -86,8 +86,8 @@ def make_batch(case: Case, graph: ModelGraph, step: int) -> Batch:
 def make_plans(
     case: Case, graph: ModelGraph, batches: list[Batch], forward_only: bool = False, whole: tuple[str, ...] = ()
 ) -> list[list[Plan]]:
-    """Verified plans, per step and replica; costs, options and memory strategies are drawn by seed. Modules named
-    in `whole` keep the items of a microbatch together."""
+    """Verified plans, per step and replica; costs, options, memory strategies and which backwards are split are drawn
+    by seed. Modules named in `whole` keep the items of a microbatch together."""
     draw = random.Random(case.seed)
     costs = FlatCosts(
         layers={module.name: len(module.layers) for module in graph.modules},
@@ -120,10 +120,30 @@ def make_plans(
                 forward_only=forward_only,
                 options=options,
             )
+            draft = splitting(draft, draw)
             plans.append(recomputing(graph, compile_plan(graph, share, draft, costs, dtype="float64"), draw))
         verify(plans, graph, of_step, dtype="float64")
         steps.append(plans)
     return steps
+
+
+def splitting(draft: Draft, draw: random.Random) -> Draft:
+    """The draft with about half of its backwards split, each W anywhere behind its I."""
+    orders = []
+    for order in draft.order:
+        changed: list[Stage] = []
+        later: list[Stage] = []
+        for stage in order:
+            if stage.phase == "B" and draw.random() < 0.5:
+                changed.append(stage._replace(phase="I"))
+                later.append(stage._replace(phase="W"))
+            else:
+                changed.append(stage)
+        for stage in later:
+            after = changed.index(stage._replace(phase="I")) + 1
+            changed.insert(draw.randint(after, len(changed)), stage)
+        orders.append(tuple(changed))
+    return msgspec.structs.replace(draft, order=tuple(orders))
 
 
 def recomputing(graph: ModelGraph, plan: Plan, draw: random.Random) -> Plan:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeweaver.runtime.execution import Execution
+from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.schedule.ir import Free
 from tests.runtime.cases import Case, make_batch, make_graph, make_plans
 from tests.runtime.threads import local_workers, run_steps
@@ -57,4 +58,6 @@ def tensors_of(content):
         return [content]
     if isinstance(content, dict):
         return list(content.values())
+    if isinstance(content, WeightGradients):
+        return [tensor for product in content._products for tensor in (product.inputs, product.gradient)]
     return list(content.outputs.values())

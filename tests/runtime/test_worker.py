@@ -11,7 +11,7 @@ import torch
 from pipeweaver.planner.assign import share_out
 from pipeweaver.runtime.optimizer import OptimizerConfig
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.ir import Chunk, Compute, Draft, Part, Placement, Stage
+from pipeweaver.schedule.ir import Chunk, Draft, Part, Placement, Stage
 from pipeweaver.schedule.verify import verify
 from tests.runtime.cases import Case, make_plans
 from tests.runtime.graphs import batch_of, graph_of
@@ -241,23 +241,6 @@ def test_an_error_in_a_layer_names_worker_and_stage():
     workers[0, 1].modules["language.layers.0"].own.weight.data = torch.zeros(5, 5, dtype=torch.float64)
     with pytest.raises(RuntimeError, match=r"worker 1 of replica 0, step 0: computes 1F0, language\[0:1\]@1: "):
         run_steps(workers, [plans])
-
-
-def test_a_split_backward_is_refused_by_name():
-    graph = graph_of("encoder")
-    (plan,) = planned(graph, batch_of("mixed", graph, 2, seed=1))
-    actions = [
-        [
-            msgspec.structs.replace(a, stage=a.stage._replace(phase="W"))
-            if isinstance(a, Compute) and a.stage == Stage(3, 0, "B")
-            else a
-            for a in of_worker
-        ]
-        for of_worker in plan.actions
-    ]
-    plan = msgspec.structs.replace(plan, actions=tuple(map(tuple, actions)))
-    with pytest.raises(ValueError, match="stage 3W0: phase W of a split backward cannot be run"):
-        run_steps(local_workers(graph, plan.placement, 1), [[plan]])
 
 
 def test_loading_ahead_changes_nothing_but_the_thread():
