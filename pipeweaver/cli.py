@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -62,11 +63,11 @@ def plan(
     """Plan one step and show it: chunks, parts, step time, bubble, memory per worker. Trains nothing."""
     with _mistakes():
         job = _load(config, overrides)
-        _check(job)
-        from pipeweaver.commands import plan_step
+        from pipeweaver.commands import check, plan_step
         from pipeweaver.console import print_plan
         from pipeweaver.output import write_plans
 
+        check(job)
         plans = plan_step(job, step, lambda: _calibrate_first(job, config, overrides))
         print_plan(plans, job.workers.memory_bytes)
         for path in write_plans(job.output, plans):
@@ -83,7 +84,9 @@ def calibrate(config: Config, overrides: Overrides = None) -> None:
         process.run_worker(lambda: _calibrate(config, overrides))
     with _mistakes():
         job = _load(config, overrides)
-        _check(job)
+        from pipeweaver.commands import check
+
+        check(job)
         code = _launch(job, "calibrate", config, overrides)
     raise typer.Exit(code)
 
@@ -98,9 +101,10 @@ def train(config: Config, overrides: Overrides = None, overwrite: Overwrite = Fa
         process.run_worker(lambda: _train(config, overrides, overwrite=overwrite))
     with _mistakes():
         job = _load(config, overrides)
-        _check(job)
+        from pipeweaver.commands import check
         from pipeweaver.output import clear
 
+        check(job)
         clear(job, overwrite=overwrite)
         code = _launch(job, "train", config, overrides)
     raise typer.Exit(code)
@@ -110,11 +114,17 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
     """What one worker of `train` does; the first one shows and writes."""
     from contextlib import ExitStack
 
+    from pipeweaver.commands import check
+    from pipeweaver.runtime import process
     from pipeweaver.runtime.train import Observer, train
 
     first = os.environ["RANK"] == "0"
+    # Whoever started the workers has looked at the job already, unless it was torchrun.
+    looked_at = process.PARENT in os.environ
     with ExitStack() as stack:
-        job = _load(config, overrides, warn=False)
+        job = _load(config, overrides, warn=first and not looked_at)
+        if not looked_at:
+            check(job)
         observers: list[Observer] = []
         if first:
             from pipeweaver.console import Follow
@@ -137,16 +147,6 @@ def _calibrate(config: Path, overrides: list[str] | None) -> None:
 def _calibrate_first(job: Job, config: Path, overrides: list[str] | None) -> None:
     if code := _launch(job, "calibrate", config, overrides):
         raise typer.Exit(code)
-
-
-def _check(job: Job) -> None:
-    """What is wrong with model and data is told here, once, before any worker starts."""
-    from pipeweaver.agreement import check_agreement
-    from pipeweaver.runtime import prepare
-
-    prepare.job_graph(job)
-    for dataset in prepare.job_datasets(job).values():
-        check_agreement(job, dataset)
 
 
 def _launch(job: Job, command: str, config: Path, overrides: list[str] | None, *flags: str) -> int:
@@ -176,12 +176,33 @@ def _mistakes() -> Iterator[None]:
 
 
 def _load(config: Path, overrides: list[str] | None, *, warn: bool = True) -> Job:
-    """The job; settings of it that have no effect are told on stderr."""
+    """The job; settings of it that have no effect are told on stderr, as are warnings that come later."""
     from pipeweaver.config import load, without_effect
 
+    warnings.showwarning = _show_warning
     # Modules and data of the user's own lie beside the file.
     sys.path.insert(0, str(config.resolve().parent))
     job = load(config, overrides or ())
     for warning in without_effect(job) if warn else ():
         print(f"warning: {job.path}: {warning}", file=sys.stderr)
     return job
+
+
+_shown: set[str] = set()
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """What is meant for users in one line, once; warnings of libraries with their place."""
+    text = f"warning: {message}"
+    if "pipeweaver" not in Path(filename).parts:
+        text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
+    if text not in _shown:
+        _shown.add(text)
+        print(text, file=sys.stderr)

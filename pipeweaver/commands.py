@@ -1,4 +1,4 @@
-"""What `pipeweaver calibrate` and `pipeweaver plan` do.
+"""What `pipeweaver plan` and `pipeweaver calibrate` do, and what every command checks first.
 
 calibrate_as_worker(job)                         in every worker, at the same time
 plans = plan_step(job, step=0, calibrate=...)    in one process; `calibrate` starts those workers if need be
@@ -6,12 +6,15 @@ plans = plan_step(job, step=0, calibrate=...)    in one process; `calibrate` sta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 
 import torch.distributed as dist
 
+from pipeweaver.agreement import check_agreement
 from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
 from pipeweaver.config import Job
 from pipeweaver.costs import Costs
@@ -24,6 +27,23 @@ from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.join import choose_device, join
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.schedule.ir import Plan
+
+
+def check(job: Job) -> None:
+    """What is wrong with the job's model, data or device is told here, once, before any worker starts.
+
+    Scans the data. Raises ValueError, one line that begins with the job's file.
+    """
+    try:
+        if job.run.tensorboard and find_spec("tensorboard") is None:
+            raise ValueError('run.tensorboard = true needs TensorBoard: pip install "pipeweaver[tensorboard]"')
+        choose_device(job.run.device, 0, int(os.environ.get("LOCAL_WORLD_SIZE", job.workers.total)))
+        prepare.job_graph(job)
+        for dataset in prepare.job_datasets(job).values():
+            check_agreement(job, dataset)
+            prepare.job_loader(job, dataset)
+    except ValueError as error:
+        raise ValueError(f"{job.path}: {str(error).removeprefix(f'{job.path}: ')}") from None
 
 
 def calibrate_as_worker(job: Job) -> None:

@@ -1,11 +1,13 @@
 """Files that a run leaves in its folder.
 
-metrics.jsonl       one line per step; evaluations.jsonl one per evaluation
-plans/              every executed plan (written by the runtime)
-trace.json          predicted and measured timeline of the last step, for ui.perfetto.dev
-timeline.png        the same as a picture
-step-200/           trace and timeline of other steps, every `run.trace_every`
-tensorboard/        if asked for
+    metrics.jsonl       one line per step; evaluations.jsonl one per evaluation
+    plans/              every executed plan (written by the runtime)
+    trace.json          predicted and measured timeline of the last step, for ui.perfetto.dev
+    timeline.png        the same as a picture
+    step-200/           trace and timeline of other steps, every `run.trace_every`
+    tensorboard/        if asked for
+
+`pipeweaver plan` leaves plan-000000.json, timeline-000000.png and trace-000000.json, of the step it planned.
 """
 
 from __future__ import annotations
@@ -49,8 +51,12 @@ def write_plans(folder: Path, plans: Sequence[Plan]) -> list[Path]:
 def clear(job: Job, *, overwrite: bool) -> None:
     """Make sure that the folder holds nothing of an earlier run: two runs must not mix in one file.
 
-    Raises ValueError if it does and may not be overwritten.
+    Makes it if it is not there. Raises ValueError if it cannot be written, or holds a run that may not be overwritten.
     """
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the output folder {job.output} cannot be made: {error.strerror}") from None
     if (job.output / "metrics.jsonl").exists() and not overwrite:
         raise ValueError(
             f"{job.output} holds an earlier run (metrics.jsonl); choose another folder with --set run.output=DIR, "
@@ -73,7 +79,8 @@ class Output:
     def __init__(self, job: Job) -> None:
         self._folder = job.output
         self._trace_every = job.run.trace_every
-        self._metrics = MetricsWriter(job.output, tensorboard=job.run.tensorboard)
+        self._tensorboard = job.run.tensorboard
+        self._metrics: MetricsWriter | None = None
         self._last: StepReport | None = None
 
     def __enter__(self) -> Output:
@@ -82,7 +89,8 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._last is not None:
             _draw(self._folder, self._last)
 
@@ -91,6 +99,8 @@ class Output:
             with (self._folder / "evaluations.jsonl").open("ab") as file:
                 file.write(msgspec.json.encode(report) + b"\n")
             return
+        if self._metrics is None:  # a run that never starts leaves nothing
+            self._metrics = MetricsWriter(self._folder, tensorboard=self._tensorboard)
         self._metrics.write(report.metrics)
         self._last = report
         if self._trace_every and (report.metrics.step + 1) % self._trace_every == 0:

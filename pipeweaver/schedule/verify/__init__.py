@@ -101,6 +101,7 @@ def _check_memory(plan: Plan, budget_bytes: int | None) -> None:
             what = describe(plan.actions[worker][at], plan) if plan.actions[worker] else "start"
             raise PlanError(
                 "memory",
-                f"worker {worker} peaks at {peak} bytes in {what}, {peak - budget_bytes} over its budget of {budget_bytes}; "
-                f"{plan.static_bytes[worker]} are parameters, gradients and optimizer state",
+                f"worker {worker} peaks at {peak:,} bytes in {what}, {peak - budget_bytes:,} over its budget of "
+                f"{budget_bytes:,}; {plan.static_bytes[worker]:,} are parameters, gradients and optimizer state; "
+                "use more workers, smaller microbatches, a larger budget, or policy dynamic, which minds it",
             )
