@@ -5,8 +5,8 @@
 Three ways run the same batches of `runtime.toml` with the same initial parameters, in alternating blocks of
 steps: our `dynamic` policy; our `1f1b` on the contiguous split that emulates fastest on this mix; and torch's
 `Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead,
-receipt of the plan and loading included; for torch neither loading nor padding is timed. Figures are medians
-of ratios between the same step of two ways.
+receipt of the plan and loading included; for torch neither loading nor padding is timed. Measured steps correct
+the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -43,6 +43,8 @@ from pipeweaver.model.reference import run_all
 from pipeweaver.model.vit import VitConfig
 from pipeweaver.planner.assign import single_share
 from pipeweaver.policies import POLICIES
+from pipeweaver.profile.correct import updated
+from pipeweaver.profile.table import TableCosts
 from pipeweaver.report.metrics import padding_share
 from pipeweaver.runtime import prepare, process
 from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
@@ -52,7 +54,7 @@ from pipeweaver.runtime.launch import launch
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
-from pipeweaver.schedule.ir import Chunk, Compute, Placement, Plan, Span
+from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
 
 CONFIG = Path(__file__).with_name("runtime.toml")
 FULL, QUICK = (5, 5), (1, 2)
@@ -136,11 +138,13 @@ class Comparison:
 
     def __init__(
         self, job: Job, membership: Membership, exchange: Exchange, transport: ProcessTransport, dataset: Dataset,
-        batches: Sequence[Batch], num_blocks: int, costs: Costs | None,
+        batches: Sequence[Batch], num_blocks: int, costs: TableCosts | None,
     ) -> None:  # fmt: skip
         self.job, self.membership, self.exchange, self.transport = job, membership, exchange, transport
         self.batches = batches
         self.num_blocks = num_blocks
+        self.costs = costs
+        self.factors: dict[str, dict[str, float]] = {}
         graph = prepare.job_graph(job)
         self.load = partial(load_part, {job.task.name: dataset})
         self.planning: dict[str, Planning] = {}
@@ -180,7 +184,21 @@ class Comparison:
         for block in range(self.num_blocks):
             turn = block % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                self.measured[way] += self._block(way, list(range(block * size, (block + 1) * size)))
+                found = self._block(way, list(range(block * size, (block + 1) * size)))
+                self.measured[way] += found
+                if way in self.planning:
+                    self._correct(way, found)
+
+    def _correct(self, way: str, steps: Sequence[Step]) -> None:
+        """Let what was measured correct the costs of the next block's plans, as training does after every step."""
+        factors = self.factors.get(way, {})
+        for step in steps:
+            assert step.plan is not None
+            measurement = Measurement(spans=step.spans, transfers=(), step_ns=step.step_ns)
+            factors = updated(factors, [step.plan], [measurement])
+        assert self.costs is not None
+        self.factors[way] = factors
+        self.planning[way] = replace(self.planning[way], costs=self.costs.corrected(factors))
 
     def _worker(self, graph: ModelGraph, placement: Placement) -> Worker:
         job, device = self.job, self.membership.device

@@ -61,11 +61,16 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tensorboard: bool = False
 
 
+DEFAULT_ROUNDS = 100
+"""Half a percent of step time for some ten milliseconds of planning: docs/log.md, 2026-11-29."""
+
+
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[policy]. `rounds` of improvement that a search makes per step. `options` are the other keys of the table."""
+    """[policy]. `rounds` of improvement that a search makes per step, `DEFAULT_ROUNDS` if left out. `options` are
+    the other keys of the table."""
 
     name: str = "dynamic"
-    rounds: NonNegativeInt = 0
+    rounds: NonNegativeInt | None = None
     options: PolicyOptions = PolicyOptions()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeweaver.config import Job
+from pipeweaver.config import DEFAULT_ROUNDS, Job
 from pipeweaver.costs import Costs
 from pipeweaver.data.config import CustomData, DataConfig, DigitsData, JsonLinesData, build_dataset
 from pipeweaver.data.dataset import Dataset
@@ -104,7 +104,7 @@ def planning(job: Job, graph: ModelGraph, placement: Placement, costs: Costs, bu
         dtype=job.run.dtype,
         budget_bytes=budget_bytes,
         seed=job.run.seed,
-        rounds=job.policy.rounds,
+        rounds=DEFAULT_ROUNDS if job.policy.rounds is None else job.policy.rounds,
     )
 
 
