@@ -11,7 +11,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pipeweaver.data.items import Item
-from pipeweaver.schedule.ir import Chunk
+from pipeweaver.schedule.ir import Chunk, Strategy
+
+
+class StrategyCost(NamedTuple):
+    """A layer under a memory strategy: bytes held on its worker from forward to backward, beside what crosses its
+    boundary; what backward takes longer; and how long its tensors travel to host memory, once each way."""
+
+    saved_bytes: int
+    extra_ns: int
+    offload_ns: int = 0
+
+
+LayerStrategies = Mapping[Strategy, StrategyCost]
+"""What can become of a layer's saved tensors; "keep" is always there."""
 
 
 class StageCost(NamedTuple):
@@ -35,6 +48,30 @@ class StageCost(NamedTuple):
     weight_bytes: int = 0
 
 
+def with_strategies(cost: StageCost, strategies: Sequence[Strategy], layers: Sequence[LayerStrategies]) -> StageCost:
+    """The cost of a stage whose layers follow these strategies; none means keep throughout.
+
+    While the backward of a layer runs, all that it saves is there. Raises ValueError if it is not known what a
+    strategy costs.
+    """
+    if not any(strategy != "keep" for strategy in strategies):
+        return cost
+    if len(layers) != len(strategies):
+        raise ValueError(f"{len(strategies)} memory strategies for a stage with costs of {len(layers)} layers")
+    extra, freed, most = 0, 0, 0
+    for number, (strategy, known) in enumerate(zip(strategies, layers, strict=True)):
+        if strategy not in known:
+            raise ValueError(f"layer {number} of a stage cannot {strategy}: its costs know {', '.join(known)}")
+        less = known["keep"].saved_bytes - known[strategy].saved_bytes
+        extra, freed, most = extra + known[strategy].extra_ns, freed + less, max(most, less)
+    return cost._replace(
+        backward_ns=cost.backward_ns + extra,
+        input_ns=cost.input_ns + extra if cost.input_ns or cost.weight_ns else 0,
+        saved_bytes=cost.saved_bytes - freed,
+        backward_workspace_bytes=cost.backward_workspace_bytes + most,
+    )
+
+
 class Costs(Protocol):
     """What the planner may ask. Implementations are pure: equal questions, equal answers."""
 
@@ -45,6 +82,12 @@ class Costs(Protocol):
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         """Cost of running `items` through `chunk`; `links[i]` are the source items linked to items[i]."""
+        ...
+
+    def strategies(
+        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
+    ) -> Sequence[LayerStrategies]:
+        """For every layer of a stage, `before` and `after` included, what each memory strategy costs."""
         ...
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
@@ -89,7 +132,9 @@ class FlatCosts:
     """Parameters of a layer; with gradients and two moments it holds four times as much."""
     latency_ns: int = 10_000
     bytes_per_us: int = 1_000
-    """Bandwidth of every link and of the optimizer."""
+    """Bandwidth of every link, of the way to host memory, and of the optimizer."""
+    ends: bool = True
+    """Whether modules have a `before` and an `after`."""
     source: str = "flat costs, made up"
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
@@ -105,6 +150,22 @@ class FlatCosts:
             saved_bytes=self.row_bytes * rows * num_layers,
             weight_bytes=self.row_bytes * rows * num_layers,
         )
+
+    def strategies(
+        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
+    ) -> tuple[LayerStrategies, ...]:
+        rows = _rows(items)
+        saved, forward = self.row_bytes * rows, self._row_ns(chunk.module) * rows
+        layer: LayerStrategies = {
+            "keep": StrategyCost(saved_bytes=saved, extra_ns=0),
+            "recompute": StrategyCost(saved_bytes=0, extra_ns=forward),
+            "recompute-attention": StrategyCost(saved_bytes=saved // 2, extra_ns=forward // 4),
+            "offload": StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=saved * 1_000 // self.bytes_per_us),
+        }
+        nothing: LayerStrategies = dict.fromkeys(layer, StrategyCost(saved_bytes=0, extra_ns=0))
+        before = [nothing] if self.ends and chunk.start == 0 else []
+        after = [nothing] if self.ends and chunk.stop == self.layers[chunk.module] else []
+        return (*before, *[layer] * (chunk.stop - chunk.start), *after)
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         return self._row_ns(module) * _rows(items) * self.layers[module] * (1 + self.backward)

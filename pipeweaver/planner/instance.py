@@ -13,8 +13,7 @@ the largest such tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +23,9 @@ from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph, topological
 from pipeweaver.planner.parts import Parts
-from pipeweaver.schedule.connect import has_backward, is_whole
-from pipeweaver.schedule.ir import Draft, Placement, Stage
-from pipeweaver.schedule.stages import StepStages
+from pipeweaver.schedule.flat import starts
+from pipeweaver.schedule.ir import Placement, Stage
+from pipeweaver.schedule.stages import StepStages, stage_graph, stage_of
 
 Ints = NDArray[np.int64]
 
@@ -85,136 +84,88 @@ def build_instance(
 
     `dtype` is what tensors between chunks are in.
     """
-    num_microbatches = len(share.microbatches)
-    stages = _numbered(graph, placement, parts, num_microbatches, forward_only)
-    worker = [placement.chunks[stage.chunk].worker for stage in stages]
-    order: list[list[Stage]] = [[] for _ in range(placement.workers)]
-    for stage, here in zip(stages, worker, strict=True):
-        order[here].append(stage)
-    draft = Draft(placement=placement, parts=parts, order=tuple(map(tuple, order)), forward_only=forward_only)
-    step = StepStages(graph, share, draft, costs, dtype)
-    # `step` numbers the stages worker by worker; here they have their own numbers.
-    number = {stage: i for i, stage in enumerate(stages)}
-    here_of = [number[stage] for stage in step.stages]
-    there_of = [step.number[stage] for stage in stages]
-    successors = [[(here_of[target], lag) for target, lag in step.successors[i]] for i in there_of]
-    predecessors = [0] * len(stages)
-    for targets in successors:
-        for target, _ in targets:
-            predecessors[target] += 1
-    microbatch = [parts[stage.chunk][stage.part].microbatch for stage in stages]
-    backward = [int(stage.phase != "F") for stage in stages]
-    counts = [[0] * (num_microbatches + 1) for _ in range(2)]
-    for m, is_backward in zip(microbatch, backward, strict=True):
-        counts[is_backward][m + 1] += 1
-    forward_range = list(accumulate(counts[0]))
-    holds, frees, passing, remote, reserve = _memory(step, stages, number)
-    return stages, Instance(
-        worker=_ints(worker),
-        duration_ns=_ints([step.duration_ns[i] for i in there_of]),
-        backward=_ints(backward),
-        microbatch=_ints(microbatch),
-        successor_start=_starts(successors),
-        successor=_ints([target for targets in successors for target, _ in targets]),
-        lag_ns=_ints([lag for targets in successors for _, lag in targets]),
-        num_predecessors=_ints(predecessors),
-        forward_range=_ints(forward_range),
-        backward_range=_ints([forward_range[-1] + end for end in accumulate(counts[1])]),
-        holds=_ints(holds),
-        frees=_ints(frees),
-        passing=_ints(passing),
-        remote_start=_starts(remote),
-        remote_worker=_ints([to for entries in remote for to, _ in entries]),
-        remote_bytes=_ints([num_bytes for entries in remote for _, num_bytes in entries]),
-        reserve=_ints(reserve),
+    step = StepStages(graph, placement, share, parts, costs, dtype=dtype, forward_only=forward_only)
+    size = len(step)
+    unsplit = np.zeros(size, np.int64)
+    whole = stage_graph(step, step.costs, unsplit)
+    number = _numbered(step, len(share.microbatches))
+    place = np.full(3 * size, -1, np.int64)
+    place[number] = np.arange(len(number))
+    source = np.repeat(np.arange(3 * size), np.diff(whole.start))
+    first, target = place[source], place[whole.successor]
+    order = np.argsort(first, kind="stable")
+    holds, frees, passing, remote, reserve = _memory(step)
+    remote_stage, remote_worker, remote_bytes = remote
+    by_stage = np.argsort(place[remote_stage], kind="stable")
+    is_backward = number >= size
+    microbatch = step.microbatch[number % size] if size else number
+    counts = [np.bincount(microbatch[is_backward == back], minlength=len(share.microbatches)) for back in (False, True)]
+    forward_range = starts(counts[0])
+    instance = Instance(
+        worker=whole.worker[number],
+        duration_ns=whole.duration_ns[number],
+        backward=is_backward.astype(np.int64),
+        microbatch=microbatch,
+        successor_start=starts(np.bincount(first, minlength=len(number))),
+        successor=target[order],
+        lag_ns=whole.lag_ns[order],
+        num_predecessors=np.bincount(target, minlength=len(number)),
+        forward_range=forward_range,
+        backward_range=forward_range[-1] + starts(counts[1]),
+        holds=holds[number],
+        frees=frees[number],
+        passing=passing[number],
+        remote_start=starts(np.bincount(place[remote_stage], minlength=len(number))),
+        remote_worker=remote_worker[by_stage],
+        remote_bytes=remote_bytes[by_stage],
+        reserve=reserve,
     )
+    return tuple(stage_of(step, stage, unsplit) for stage in number.tolist()), instance
 
 
-def _numbered(
-    graph: ModelGraph,
-    placement: Placement,
-    parts: Parts,
-    num_microbatches: int,
-    forward_only: bool,
-) -> tuple[Stage, ...]:
-    rank = {name: i for i, name in enumerate(topological(graph))}
-    learns = has_backward(graph, placement)
-    of: list[list[tuple[int, int, int]]] = [[] for _ in range(num_microbatches)]
-    for c, chunk in enumerate(placement.chunks):
-        for p, part in enumerate(parts[c]):
-            of[part.microbatch].append((rank[chunk.module], p, c))
-    forwards = [[Stage(c, p, "F") for _, p, c in sorted(entries)] for entries in of]
-    backwards = [
-        [] if forward_only else [s._replace(phase="B") for s in reversed(found) if learns[s.chunk]]
-        for found in forwards
-    ]
-    return tuple(stage for found in (*forwards, *backwards) for stage in found)
+def _numbered(step: StepStages, num_microbatches: int) -> Ints:
+    """The stages as `stages.py` numbers them, in the order in which they are numbered here."""
+    order = {name: i for i, name in enumerate(topological(step.graph))}
+    rank = np.array([order[chunk.module] for chunk in step.placement.chunks], np.int64)[step.units.chunk]
+    forward = np.lexsort((step.units.chunk, step.units.part, rank, step.microbatch))
+    ends = starts(np.bincount(step.microbatch, minlength=num_microbatches))
+    backward = np.concatenate([forward[:0], *(forward[a:b][::-1] for a, b in pairwise(ends.tolist()))])
+    return np.concatenate([forward, len(step) + backward[step.learns[backward]]])
 
 
-def _memory(
-    step: StepStages, stages: Sequence[Stage], number: dict[Stage, int]
-) -> tuple[list[int], list[int], list[int], list[list[tuple[int, int]]], list[int]]:
-    """(holds, frees, passing, remote) per stage and the reserve per worker, as the compiler's buffers come and go."""
-    chunks = step.draft.placement.chunks
-    holds, frees, passing = ([0] * len(stages) for _ in range(3))
-    remote: list[list[tuple[int, int]]] = [[] for _ in stages]
-    reserve = [0] * step.draft.placement.workers
-    for i, stage in enumerate(stages):
-        sent = 0
-        at = (stage.chunk, stage.part)
-        cost, learns = step.cost[at], step.backward[stage.chunk]
-        last = number[step.last_stage(at)]
-        if stage.phase == "F":
-            assembled = 0
-            for e in step.incoming.get(at, ()):
-                edge, num_bytes = step.edges[e], step.edge_bytes[e]
-                whole = is_whole(step.edges, step.incoming[at], e)
-                assembled += 0 if whole else num_bytes
-                if not step.is_local[e]:
-                    remote[number[Stage(*edge.source, "F")]].append((chunks[stage.chunk].worker, num_bytes))
-                    frees[last if whole else i] += num_bytes
-                elif not step.backward[edge.source[0]]:
-                    holds[number[Stage(*edge.source, "F")]] += num_bytes
-                    frees[last] += num_bytes
-            passing[i] += cost.forward_workspace_bytes
-            if learns:
-                kept = cost.loaded_bytes + cost.saved_bytes + _output_bytes(step, at) + assembled
-                holds[i] += kept
-                frees[last] += kept
-            else:
-                passing[i] += cost.loaded_bytes + assembled
-                sent += sum(step.edge_bytes[e] for e in step.outgoing.get(at, ()) if not step.is_local[e])
-        else:
-            passing[i] += cost.backward_workspace_bytes
-            for e in step.incoming.get(at, ()):
-                edge, num_bytes = step.edges[e], step.edge_bytes[e]
-                if edge.grad:
-                    source = number[step.gradient_stage(edge.source)]
-                    if step.is_local[e]:
-                        holds[i] += num_bytes
-                    else:
-                        sent += num_bytes
-                        remote[i].append((chunks[edge.source[0]].worker, num_bytes))
-                    frees[source] += num_bytes
-        passing[i] += sent
-        here = chunks[stage.chunk].worker
-        reserve[here] = max(reserve[here], sent)
+def _memory(step: StepStages) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints], Ints]:
+    """(holds, frees, passing) by stage, remote entries (stage, worker, bytes), and the reserve by worker, as the
+    compiler's buffers come and go."""
+    size, edges, costs = len(step), step.edges, step.costs
+    holds, frees, passing = (np.zeros(3 * size, np.int64) for _ in range(3))
+    source, destination, num_bytes = edges.source, edges.destination, step.edge_bytes
+    last = np.arange(size) + size * step.learns  # the stage after which nothing of a unit is needed
+    crosses, grad = ~step.is_local, step.grad
+    assembled = np.bincount(destination, weights=num_bytes * ~step.is_whole, minlength=size).astype(np.int64)
+    # What arrives from elsewhere is held from its producer's start on.
+    np.add.at(frees, np.where(step.is_whole, last[destination], destination)[crosses], num_bytes[crosses])
+    # Outputs of a forward without a backward stay until the last reader is done.
+    lasting = step.is_local & ~step.learns[source]
+    np.add.at(holds, source[lasting], num_bytes[lasting])
+    np.add.at(frees, last[destination][lasting], num_bytes[lasting])
+    kept = costs.loaded_bytes + costs.saved_bytes + step.output_bytes + assembled
+    holds[:size] += kept * step.learns
+    np.add.at(frees, last, kept * step.learns)
+    sent = np.zeros(3 * size, np.int64)
+    np.add.at(sent, source[crosses], num_bytes[crosses])
+    sent[:size] *= ~step.learns
+    np.add.at(sent, size + destination[crosses & grad], num_bytes[crosses & grad])
+    passing[:size] = costs.forward_workspace_bytes + (costs.loaded_bytes + assembled) * ~step.learns
+    passing[size : 2 * size] = costs.backward_workspace_bytes * step.learns
+    passing += sent
+    returned = step.is_local & grad
+    np.add.at(holds, size + destination[returned], num_bytes[returned])
+    np.add.at(frees, size + source[grad], num_bytes[grad])
+    reserve = np.zeros(step.placement.workers, np.int64)
+    np.maximum.at(reserve, np.tile(step.worker, 3), sent)
+    remote = (
+        np.concatenate([source[crosses], size + destination[crosses & grad]]),
+        np.concatenate([step.worker[destination[crosses]], step.worker[source[crosses & grad]]]),
+        np.concatenate([num_bytes[crosses], num_bytes[crosses & grad]]),
+    )
     return holds, frees, passing, remote, reserve
-
-
-def _output_bytes(step: StepStages, at: tuple[int, int]) -> int:
-    """Bytes of the tensors that leave a (chunk, part): of each, what the chunk that takes most of it takes."""
-    taken: dict[str, dict[int, int]] = {}
-    for e in step.outgoing.get(at, ()):
-        edge = step.edges[e]
-        by_chunk = taken.setdefault(edge.output, {})
-        by_chunk[edge.destination[0]] = by_chunk.get(edge.destination[0], 0) + step.edge_bytes[e]
-    return sum(max(by_chunk.values()) for by_chunk in taken.values())
-
-
-def _ints(values: Sequence[int]) -> Ints:
-    return np.array(values, np.int64)
-
-
-def _starts(lists: Sequence[Sequence[object]]) -> Ints:
-    return _ints([0, *accumulate(len(entries) for entries in lists)])

@@ -23,7 +23,7 @@ from pipeweaver.costs import Costs
 from pipeweaver.data.items import Item, Share, linked
 from pipeweaver.model.graph import ModelGraph, topological
 from pipeweaver.planner.options import Balance
-from pipeweaver.schedule.connect import has_backward
+from pipeweaver.schedule.gradients import has_backward
 from pipeweaver.schedule.ir import Chunk, Placement
 
 

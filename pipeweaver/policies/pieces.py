@@ -21,7 +21,7 @@ from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.partition import contiguous, layer_costs, task_modules
 from pipeweaver.planner.parts import cut_parts
 from pipeweaver.policies.policy import PlanStep
-from pipeweaver.schedule.connect import has_backward
+from pipeweaver.schedule.gradients import has_backward
 from pipeweaver.schedule.ir import Draft, Placement, Stage
 
 

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from pipeweaver.costs import StageCost
+from pipeweaver.costs import LayerStrategies, StageCost, StrategyCost
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.fit import UNIT, Fit, Sizes, cover, errors, evaluate, fit, fit_or_zero
 from pipeweaver.profile.measured import LayerProfile, LinkSample, Profile, StageProfile
 from pipeweaver.profile.parts import sizes_of
 from pipeweaver.profile.variants import Variant, variants
-from pipeweaver.schedule.ir import Chunk
+from pipeweaver.schedule.ir import Chunk, Strategy
 
 
 class LayerFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +212,23 @@ class TableCosts:
             forward_workspace_bytes=forward_workspace,
             backward_workspace_bytes=backward_workspace,
         )
+
+    def strategies(
+        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
+    ) -> tuple[LayerStrategies, ...]:
+        """Keep every layer, or run its forward again."""
+        known = _KnownSizes(self.graph, items, links)
+        permille = self._permille.get(chunk.module, 1000)
+        found: list[LayerStrategies] = []
+        for run in self._runs_of(chunk):
+            sizes = known.of(run.variant)
+            options: dict[Strategy, StrategyCost] = {"keep": StrategyCost(saved_bytes=0, extra_ns=0)}
+            if run.variant.backward:
+                again = run.fit.forward_ns.at(sizes) * permille // 1000
+                options["keep"] = StrategyCost(saved_bytes=run.fit.saved_bytes.at(sizes), extra_ns=0)
+                options["recompute"] = StrategyCost(saved_bytes=0, extra_ns=again)
+            found += [options] * run.repeats
+        return tuple(found)
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         """Forward and backward of the items over the whole module at its most efficient size, no recomputation.

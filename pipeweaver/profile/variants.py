@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, TensorSpec, positions
-from pipeweaver.schedule.connect import Gradients
+from pipeweaver.schedule.gradients import Gradients
 
 
 @dataclass(frozen=True, kw_only=True)

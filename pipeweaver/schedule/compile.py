@@ -15,40 +15,49 @@ Example, one image part and one text part on two workers:
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import OrderedDict
+from dataclasses import dataclass
 
-import msgspec
+import numpy as np
 
-from pipeweaver.costs import Costs
+from pipeweaver.costs import Costs, with_strategies
 from pipeweaver.data.items import Share, linked
-from pipeweaver.model.graph import ModelGraph, positions
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.schedule.actions import build_actions, order_transfers
 from pipeweaver.schedule.bounds import lower_bound_ns
-from pipeweaver.schedule.connect import covers, is_whole
-from pipeweaver.schedule.emulate import Queue, emulate, prediction
-from pipeweaver.schedule.groups import layers_on, parameter_groups
-from pipeweaver.schedule.ir import (
-    ITEM_SIZES,
-    Action,
-    Allocation,
-    Buffer,
-    Compute,
-    Draft,
-    Free,
-    Load,
-    Norm,
-    ParameterGroup,
-    Plan,
-    Post,
-    Reduce,
-    Stage,
-    Step,
-    Transfer,
-    Wait,
+from pipeweaver.schedule.connect import Ints
+from pipeweaver.schedule.emulate import Queue, emulate_flat
+from pipeweaver.schedule.flat import (
+    COMPUTE,
+    LOAD,
+    NORM,
+    RECEIVED,
+    REDUCE,
+    STEP,
+    FlatActions,
+    FlatEdges,
+    FlatPlan,
+    FlatPrediction,
+    FlatStages,
+    FlatTransfers,
+    ints,
+    records,
+    starts,
 )
-from pipeweaver.schedule.stages import StepStages
+from pipeweaver.schedule.groups import layers_on, parameter_groups
+from pipeweaver.schedule.ir import Draft, ParameterGroup, Placement, Plan, Strategy
+from pipeweaver.schedule.memory import flat_peak_bytes
+from pipeweaver.schedule.stages import (
+    Orders,
+    StageGraph,
+    StepStages,
+    UnitCosts,
+    orders_of,
+    stage_graph,
+    stage_of,
+    unit_costs,
+)
 from pipeweaver.schedule.timing import OrderError, StageTimes, time_stages
-
-Direction = Literal["F", "B"]
 
 
 def compile_plan(
@@ -66,45 +75,42 @@ def compile_plan(
     `dtype` is what tensors between chunks are in. `lead` is how many stages ahead of need a receive is posted.
     Raises ValueError if the draft's orders wait for each other in a circle, or lack a stage.
     """
-    step = StepStages(graph, share, draft, costs, dtype)
-    times = _time(step, draft)
-    transfers, posts = _transfers(step, times, lead)
-    groups = parameter_groups(graph, draft.placement, costs)
-    outputs = _Outputs(step)
-    plan = Plan(
-        step=share.step,
-        replica=share.replica,
-        num_replicas=share.num_replicas,
-        policy=draft.policy,
-        seed=draft.seed,
-        rounds=draft.rounds,
-        forward_only=draft.forward_only,
-        items=share.items,
-        links=share.links,
-        records=share.records,
-        placement=draft.placement,
-        parts=draft.parts,
-        order=draft.order,
-        edges=step.edges,
-        transfers=tuple(transfers),
-        groups=groups,
-        normalisers=share.normalisers,
-        actions=tuple(
-            (
-                *_worker_actions(step, outputs, worker, times, transfers, posts),
-                *_ending(step, worker, groups, share.num_replicas),
-            )
-            for worker in range(draft.placement.workers)
-        ),
-        static_bytes=tuple(
-            sum(costs.static_bytes(layer) for layer in layers_on(graph, draft.placement, worker))
-            for worker in range(draft.placement.workers)
-        ),
-        costs=costs.source,
+    step = StepStages(graph, draft.placement, share, draft.parts, costs, dtype=dtype, forward_only=draft.forward_only)
+    return records(compile_flat(step, draft, lead=lead, queue=queue))
+
+
+def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue = "pair") -> FlatPlan:
+    """The same as flat arrays, from stages that are known already."""
+    orders = orders_of(step, draft)
+    strategies, used = _strategies(step, draft)
+    costs = step.costs if not draft.strategies else _priced(step, strategies, used)
+    graph = stage_graph(step, costs, orders.split)
+    times = _time(step, draft, graph, orders)
+    transfers, posts = _transfers(step, orders, times, lead)
+    ending = _ending_of(step, draft.forward_only)
+    actions = _actions(step, costs, graph, orders, times, transfers, posts, ending, used)
+    flat = FlatPlan(
+        head=_head(step, draft, ending),
+        names=tuple(_names(step)),
+        loads=step.wiring.loads,
+        strategies=strategies,
+        order=_flat_stages(step, orders),
+        edges=_flat_edges(step),
+        transfers=transfers,
+        actions=actions,
     )
-    useful = useful_ns(graph, share, costs)
-    bound = lower_bound_ns(draft.order, step.duration_ns, step.successors, step.number)
-    return _with_prediction(plan, queue, useful, bound)
+    (timeline,) = emulate_flat([flat], queue)
+    is_stage = actions.kind == COMPUTE
+    useful = useful_ns(step.graph, step.share, step.pricing)
+    prediction = FlatPrediction(
+        *timeline,
+        makespan_ns=int(timeline.end_ns[is_stage].max(initial=0)),
+        step_ns=int(timeline.end_ns.max(initial=0)),
+        peak_bytes=flat_peak_bytes(flat),
+        useful_ns=useful,
+        lower_bound_ns=lower_bound_ns(graph, orders),
+    )
+    return FlatPlan(**{**flat.__dict__, "prediction": prediction})
 
 
 def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> int:
@@ -118,252 +124,283 @@ def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> int:
     return total
 
 
-def _time(step: StepStages, draft: Draft) -> StageTimes:
-    orders = [[step.number[stage] for stage in order] for order in draft.order]
+def _time(step: StepStages, draft: Draft, graph: StageGraph, orders: Orders) -> StageTimes:
     try:
-        return time_stages(orders, step.duration_ns, step.successors)
+        return time_stages(graph, orders)
     except OrderError as error:
         at = ", ".join(
-            f"worker {worker} at {step.stages[stage]}" for worker, stage in enumerate(error.stuck) if stage is not None
+            f"worker {worker} at {stage_of(step, stage, orders.split)}"
+            for worker, stage in enumerate(error.stuck)
+            if stage is not None
         )
         raise ValueError(f"the order of policy {draft.policy or '(unnamed)'} has a circle of waiting: {at}") from None
 
 
-def _transfers(step: StepStages, times: StageTimes, lead: int) -> tuple[list[Transfer], list[list[tuple[int, int]]]]:
-    """All transfers in their total order, and per worker its posts as (slot, transfer), in that order.
+@dataclass(frozen=True, kw_only=True)
+class _Posts:
+    """The posts of worker w in order, from `start[w]` on: in which slot, of which transfer."""
 
-    Slot k stands before the k-th stage of the worker's order.
-    """
-    chunks = step.draft.placement.chunks
-    rank = {stage: i for i, stage in enumerate(times.completed)}
-    slot = {step.number[stage]: k for order in step.draft.order for k, stage in enumerate(order)}
-    worker_ranks = [[rank[step.number[stage]] for stage in order] for order in step.draft.order]
-    events: list[tuple[int, int, Direction, int, int]] = []
-    for i, edge in enumerate(step.edges):
-        if not step.is_local[i]:
-            sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
-            events.append((rank[step.number[Stage(*edge.source, "F")]], i, "F", sender, receiver))
-            if edge.grad and not step.draft.forward_only:
-                events.append((rank[step.number[step.gradient_stage(edge.destination)]], i, "B", receiver, sender))
-    transfers: list[Transfer] = []
-    posts: list[list[tuple[int, int]]] = [[] for _ in step.draft.order]
-    passed = [0] * len(step.draft.order)  # stages of each worker that end before the event at hand
-    for event, i, phase, sender, receiver in sorted(events):
-        edge = step.edges[i]
-        while passed[receiver] < len(worker_ranks[receiver]) and worker_ranks[receiver][passed[receiver]] < event:
-            passed[receiver] += 1
-        sent = slot[times.completed[event]] + 1
-        earliest = posts[receiver][-1][0] if posts[receiver] else 0
-        received = max(passed[receiver] - lead, earliest)
-        posts[sender].append((sent, len(transfers)))
-        posts[receiver].append((received, len(transfers)))
-        transfers.append(
-            Transfer(
-                edge=i,
-                phase=phase,
-                sender=sender,
-                receiver=receiver,
-                shape=(edge.num_rows, edge.width),
-                dtype=edge.dtype,
-                num_bytes=step.edge_bytes[i],
-                duration_ns=step.lag_ns[i],
-            )
-        )
+    start: Ints
+    slot: Ints
+    transfer: Ints
+
+
+def _transfers(step: StepStages, orders: Orders, times: StageTimes, lead: int) -> tuple[FlatTransfers, _Posts]:
+    """All transfers in their total order, and who posts them where."""
+    size, edges = len(step), step.edges
+    rank = np.zeros(3 * size, np.int64)
+    rank[times.completed] = np.arange(len(times.completed))
+    crossing = np.nonzero(~step.is_local)[0]
+    returning = crossing[step.grad[crossing]]
+    edge = np.concatenate([crossing, returning])
+    phase = np.concatenate([np.zeros(len(crossing), np.int64), np.ones(len(returning), np.int64)])
+    producer = np.concatenate([edges.source[crossing], size + edges.destination[returning]])
+    order = np.lexsort((phase, edge, rank[producer]))
+    edge, phase, producer = edge[order], phase[order], producer[order]
+    ends = np.stack([step.worker[edges.source[edge]], step.worker[edges.destination[edge]]])
+    sender, receiver = np.where(phase == 0, ends, ends[::-1])
+    posted = order_transfers(orders.start, orders.stage, rank, producer, receiver, lead)
+    inlets = [inlet for of in step.wiring.inlets for inlet in of]
+    names = _names(step)
+    transfers = FlatTransfers(
+        edge=edge,
+        phase=phase,
+        sender=sender,
+        receiver=receiver,
+        rows=edges.num_rows[edge],
+        width=ints([inlet.width for inlet in inlets])[edges.inlet[edge]],
+        dtype=ints([names[inlet.dtype] for inlet in inlets])[edges.inlet[edge]],
+        num_bytes=step.edge_bytes[edge],
+        duration_ns=step.lag_ns[edge],
+    )
+    worker = np.concatenate([sender, receiver])
+    number = np.tile(np.arange(len(edge)), 2)
+    by_worker = np.lexsort((number, worker))
+    posts = _Posts(
+        start=starts(np.bincount(worker, minlength=step.placement.workers)),
+        slot=posted.T.reshape(-1)[by_worker],
+        transfer=number[by_worker],
+    )
     return transfers, posts
 
 
-def _worker_actions(
+def _actions(
     step: StepStages,
-    outputs: _Outputs,
-    worker: int,
+    costs: UnitCosts,
+    graph: StageGraph,
+    orders: Orders,
     times: StageTimes,
-    transfers: list[Transfer],
-    posts: list[list[tuple[int, int]]],
-) -> list[Action]:
-    """Loads, stages, posts, waits and frees of a worker. Before stage k come, in this order: what stage k-1
-    lets go of, posts, waits for sends long on their way and what these free, the load of stage k and waits
-    for its tensors."""
-    order = step.draft.order[worker]
-    size = len(order)
-    ends = [times.end_ns[step.number[stage]] for stage in order]
-    number = {(transfer.edge, transfer.phase): i for i, transfer in enumerate(transfers)}
-    freed: list[list[Buffer]] = [[] for _ in range(size + 1)]
-    posted: list[list[Post]] = [[] for _ in range(size + 1)]
-    sent: list[list[Wait]] = [[] for _ in range(size + 1)]
-    slot_of_wait: dict[int, int] = {}
-    slot_of_stage = {stage: k for k, stage in enumerate(order)}
-    for slot, i in posts[worker]:
-        transfer = transfers[i]
-        allocation = (Allocation(Buffer("received", i), transfer.num_bytes),) if transfer.receiver == worker else ()
-        posted[slot].append(Post(transfer=i, allocations=allocation))
-        if transfer.sender == worker:
-            # One stage past the predicted arrival: by then the wait finds the send done.
-            edge = step.edges[transfer.edge]
-            at = edge.source if transfer.phase == "F" else edge.destination
-            producer = Stage(*at, "F") if transfer.phase == "F" else step.gradient_stage(at)
-            arrival = times.end_ns[step.number[producer]] + transfer.duration_ns
-            wait = slot
-            while wait < size and ends[wait] <= arrival:
-                wait += 1
-            slot_of_wait[i] = min(wait + 1, size)
-            sent[slot_of_wait[i]].append(Wait(transfer=i))
-    late: set[Buffer] = set()  # "saved" ones with outputs that are needed as long as those of kind "output"
-    loads: list[list[Action]] = [[] for _ in range(size)]
-    computes: list[Compute] = []
-    loaded_names = {number: _loads(step, number) for number in step.draft.placement.on(worker)}
-    for k, stage in enumerate(order):
-        at = (stage.chunk, stage.part)
-        cost = step.cost[at]
-        last = slot_of_stage[step.last_stage(at)]
-        allocations: list[Allocation] = []
-        workspace = cost.backward_workspace_bytes
-        if stage.phase == "F":
-            workspace = cost.forward_workspace_bytes
-            names = loaded_names[stage.chunk]
-            if names:
-                loaded = Buffer("loaded", *at)
-                loads[k].append(
-                    Load(
-                        chunk=stage.chunk,
-                        part=stage.part,
-                        names=names,
-                        allocations=(Allocation(loaded, cost.loaded_bytes),),
-                        duration_ns=cost.load_ns,
-                    )
-                )
-                freed[last + 1].append(loaded)
-            assembled = 0
-            incoming = step.incoming.get(at, ())
-            for i in incoming:
-                whole = is_whole(step.edges, incoming, i)
-                assembled += 0 if whole else step.edge_bytes[i]
-                if not step.is_local[i]:
-                    loads[k].append(Wait(transfer=number[i, "F"]))
-                    freed[(last if whole else k) + 1].append(Buffer("received", number[i, "F"]))
-            output = outputs.num_bytes(at)
-            if step.backward[stage.chunk]:
-                saved = Buffer("saved", *at)
-                allocations.append(Allocation(saved, cost.saved_bytes + output + assembled))
-                # A reader that sends no gradient back may come after the backward, or its send's wait may.
-                used = _last_use(step, at, "F", slot_of_wait, number, slot_of_stage, k)
-                freed[max(last + 1, used)].append(saved)
-                if used > last:
-                    late.add(saved)
-            else:
-                workspace += assembled
-                if at in step.outgoing:
-                    outlet = Buffer("output", *at)
-                    allocations.append(Allocation(outlet, output))
-                    freed[_last_use(step, at, "F", slot_of_wait, number, slot_of_stage, k)].append(outlet)
-        elif stage.phase in "BI":
-            for i in step.outgoing.get(at, ()):
-                edge = step.edges[i]
-                if edge.grad and not step.is_local[i]:
-                    loads[k].append(Wait(transfer=number[i, "B"]))
-                    freed[k + 1].append(Buffer("received", number[i, "B"]))
-            returned = sum(step.edge_bytes[i] for i in step.incoming.get(at, ()) if step.edges[i].grad)
-            if returned:
-                gradient = Buffer("gradient", *at)
-                allocations.append(Allocation(gradient, returned))
-                freed[_last_use(step, at, "B", slot_of_wait, number, slot_of_stage, k)].append(gradient)
-            if stage.phase == "I":
-                weight = Buffer("weight", *at)
-                allocations.append(Allocation(weight, cost.weight_bytes))
-                freed[slot_of_stage[Stage(*at, "W")] + 1].append(weight)
-        computes.append(
-            Compute(
-                stage=stage,
-                allocations=tuple(allocations),
-                workspace_bytes=workspace,
-                duration_ns=step.duration_ns[step.number[stage]],
-            )
-        )
-    actions: list[Action] = []
-    for k in range(size + 1):
-        tensors = tuple(buffer for buffer in freed[k] if buffer in late or buffer.kind in ("output", "gradient"))
-        others = tuple(buffer for buffer in freed[k] if buffer not in tensors)
-        actions += [Free(buffers=others)] if others else []
-        actions += posted[k]
-        actions += sent[k]
-        actions += [Free(buffers=tensors)] if tensors else []
-        if k < size:
-            actions += [*loads[k], computes[k]]
-    return actions
+    transfers: FlatTransfers,
+    posts: _Posts,
+    ending: _Ending,
+    used: Ints,
+) -> FlatActions:
+    edges, size = step.edges, len(step)
+    number = np.full((len(edges.source), 2), -1, np.int64)
+    number[transfers.edge, transfers.phase] = np.arange(len(transfers.edge))
+    loads = np.array([bool(names) for names in step.wiring.loads], np.bool_)[step.units.chunk]
+    start, rows, allocation_start, allocations, free_start, frees = build_actions(
+        orders.start,
+        orders.stage,
+        orders.split,
+        step.learns,
+        times.end_ns,
+        edges.source,
+        edges.destination,
+        step.grad,
+        step.is_local,
+        step.is_whole,
+        step.edge_bytes,
+        number,
+        transfers.edge,
+        transfers.phase,
+        transfers.duration_ns,
+        transfers.receiver,
+        posts.start,
+        posts.slot,
+        posts.transfer,
+        *_by_unit(edges.destination, size),
+        *_by_unit(edges.source, size),
+        loads,
+        costs.loaded_bytes,
+        costs.load_ns,
+        costs.saved_bytes,
+        step.output_bytes,
+        costs.weight_bytes,
+        costs.forward_workspace_bytes,
+        costs.backward_workspace_bytes,
+        graph.duration_ns,
+        ending.start,
+        ending.rows,
+    )
+    kind, first, phase, duration, workspace = (np.ascontiguousarray(column) for column in rows.T)
+    of_unit = (kind == COMPUTE) | (kind == LOAD)
+    unit = np.where(of_unit, first, 0)
+    chunk, part = (step.units.chunk[unit], step.units.part[unit]) if size else (unit, unit)
+    detail = np.where(kind == LOAD, chunk, 0)
+    # The forward says what becomes of what it saves.
+    forward = (kind == COMPUTE) & (phase == 0)
+    detail[forward] = used[unit[forward]]
+    return FlatActions(
+        start=start,
+        kind=kind,
+        first=np.where(of_unit, chunk, first),
+        second=np.where(of_unit, part, 0),
+        phase=phase,
+        detail=detail,
+        duration_ns=duration,
+        workspace_bytes=workspace,
+        allocation_start=allocation_start,
+        allocation_kind=allocations[:, 0].copy(),
+        **_buffers("allocation", step, allocations),
+        allocation_bytes=allocations[:, 2].copy(),
+        free_start=free_start,
+        free_kind=frees[:, 0].copy(),
+        **_buffers("free", step, frees),
+    )
 
 
-def _last_use(
-    step: StepStages,
-    at: tuple[int, int],
-    phase: Direction,
-    slot_of_wait: dict[int, int],
-    number: dict[tuple[int, Direction], int],
-    slot_of_stage: dict[Stage, int],
-    produced: int,
-) -> int:
-    """Slot in which the outputs ("F") or input gradients ("B") of a (chunk, part) are no longer needed:
-    their sends are waited for, and the stages on this worker that take them are done."""
-    edges = step.outgoing if phase == "F" else step.incoming
-    slots = [produced + 1]
-    for i in edges.get(at, ()):
-        edge = step.edges[i]
-        if phase == "B" and not edge.grad:
-            continue
-        if not step.is_local[i]:
-            slots.append(slot_of_wait[number[i, phase]])
-        elif phase == "F":
-            slots.append(slot_of_stage[step.last_stage(edge.destination)] + 1)
-        else:
-            slots.append(slot_of_stage[step.gradient_stage(edge.source)] + 1)
-    return max(slots)
+def _buffers(name: str, step: StepStages, found: Ints) -> dict[str, Ints]:
+    """`first` and `second` of buffers: a transfer, or chunk and part."""
+    received = found[:, 0] == RECEIVED
+    unit = np.where(received, 0, found[:, 1])
+    chunk, part = (step.units.chunk[unit], step.units.part[unit]) if len(step) else (unit, unit)
+    return {
+        f"{name}_first": np.where(received, found[:, 1], chunk),
+        f"{name}_second": np.where(received, 0, part),
+    }
 
 
-def _loads(step: StepStages, number: int) -> tuple[str, ...]:
-    chunk = step.draft.placement.chunks[number]
-    module = step.graph.by_name[chunk.module]
-    names = [name for _, layer in module.range(chunk.start, chunk.stop) for name in layer.loads]
-    return tuple(dict.fromkeys(names))
+def _by_unit(unit: Ints, size: int) -> tuple[Ints, Ints]:
+    """Edges by unit, ascending: those of unit u from start[u] on."""
+    return starts(np.bincount(unit, minlength=size)), np.argsort(unit, kind="stable")
 
 
-class _Outputs:
-    """Bytes of the distinct tensors that leave a (chunk, part), whole."""
-
-    def __init__(self, step: StepStages) -> None:
-        self.step = step
-        self._row_bytes: dict[tuple[int, str], tuple[str, int]] = {}
-        for number, chunk in enumerate(step.draft.placement.chunks):
-            module = step.graph.by_name[chunk.module]
-            for position, layer in positions(module):
-                if covers(module, chunk, position):
-                    carries = layer.carries if position == chunk.stop - 1 else ()
-                    for spec in (*layer.sends, *carries):
-                        dtype = step.dtype if spec.dtype == "model" else spec.dtype
-                        self._row_bytes[number, spec.name] = (spec.rows, spec.width * ITEM_SIZES[dtype])
-
-    def num_bytes(self, at: tuple[int, int]) -> int:
-        total = 0
-        items = self.step.draft.parts[at[0]][at[1]].items
-        for name in {self.step.edges[i].output for i in self.step.outgoing.get(at, ())}:
-            rows, row_bytes = self._row_bytes[at[0], name]
-            total += row_bytes * sum(self.step.share.items[i].sizes[rows] for i in items)
-        return total
+def _names(step: StepStages) -> dict[str, int]:
+    """Numbers of all names that edges and transfers use."""
+    inlets = [inlet for of in step.wiring.inlets for inlet in of]
+    names = [name for inlet in inlets for name in (inlet.output, inlet.input, inlet.dtype)]
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
 
 
-def _ending(step: StepStages, worker: int, groups: tuple[ParameterGroup, ...], num_replicas: int) -> list[Action]:
-    """Reductions, in the order of the groups; then the norm; then the optimizer's step."""
-    if step.draft.forward_only:
-        return []
-    actions: list[Action] = []
-    for number, group in enumerate(groups):
-        members = len(group.holders) * num_replicas
-        if worker in group.holders and members > 1:
-            actions.append(Reduce(group=number, duration_ns=step.costs.reduce_ns(members, group.num_bytes)))
-    workers = step.draft.placement.workers * num_replicas
-    actions.append(Norm(duration_ns=step.costs.reduce_ns(workers, 8) if workers > 1 else 0))
-    layers = layers_on(step.graph, step.draft.placement, worker)
-    actions.append(Step(duration_ns=sum(step.costs.optimizer_ns(layer) for layer in layers)))
-    return actions
+def _flat_edges(step: StepStages) -> FlatEdges:
+    names, edges, units = _names(step), step.edges, step.units
+    inlets = [inlet for of in step.wiring.inlets for inlet in of]
+    static = ints([(names[i.output], names[i.input], names[i.dtype], i.width, i.grad) for i in inlets])  # type: ignore[misc]
+    output, name, dtype, width, grad = static.reshape(-1, 5)[edges.inlet].T.copy()
+    return FlatEdges(
+        source_chunk=units.chunk[edges.source],
+        source_part=units.part[edges.source],
+        destination_chunk=units.chunk[edges.destination],
+        destination_part=units.part[edges.destination],
+        output=output,
+        input=name,
+        dtype=dtype,
+        width=width,
+        grad=grad,
+        run_start=edges.run_start,
+        runs=edges.runs,
+    )
 
 
-def _with_prediction(plan: Plan, queue: Queue, useful: int, bound: int) -> Plan:
-    (timeline,) = emulate([plan], queue)
-    return msgspec.structs.replace(plan, prediction=prediction(plan, timeline, useful_ns=useful, lower_bound_ns=bound))
+def _flat_stages(step: StepStages, orders: Orders) -> FlatStages:
+    third, unit = np.divmod(orders.stage, max(1, len(step)))
+    if not len(orders.stage):
+        return FlatStages(orders.start, orders.stage, orders.stage, orders.stage)
+    phase = np.where(third == 0, 0, np.where(third == 2, 3, 1 + orders.split[unit]))
+    return FlatStages(orders.start, step.units.chunk[unit], step.units.part[unit], phase)
+
+
+def _strategies(step: StepStages, draft: Draft) -> tuple[tuple[tuple[Strategy, ...], ...], Ints]:
+    """The distinct strategies, none first, and the number of each unit's."""
+    table: dict[tuple[Strategy, ...], int] = {(): 0}
+    used = np.zeros(len(step), np.int64)
+    if draft.strategies:
+        for unit, (chunk, part) in enumerate(step.units.pairs):
+            used[unit] = table.setdefault(draft.strategies[chunk][part], len(table))
+    return tuple(table), used
+
+
+def _priced(step: StepStages, strategies: tuple[tuple[Strategy, ...], ...], used: Ints) -> UnitCosts:
+    """Costs of the units under their strategies."""
+    return unit_costs(
+        [
+            with_strategies(cost, strategies[number], step.layer_strategies(unit) if number else ())
+            for unit, (cost, number) in enumerate(zip(step.stage_costs, used.tolist(), strict=True))
+        ]
+    )
+
+
+def _head(step: StepStages, draft: Draft, ending: _Ending) -> Plan:
+    share = step.share
+    return Plan(
+        step=share.step,
+        replica=share.replica,
+        num_replicas=share.num_replicas,
+        policy=draft.policy,
+        seed=draft.seed,
+        rounds=draft.rounds,
+        forward_only=draft.forward_only,
+        items=share.items,
+        links=share.links,
+        records=share.records,
+        placement=draft.placement,
+        parts=draft.parts,
+        order=(),
+        edges=(),
+        transfers=(),
+        groups=ending.groups,
+        normalisers=share.normalisers,
+        actions=(),
+        static_bytes=ending.static_bytes,
+        costs=step.pricing.source,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """What depends on the placement alone: parameter groups, what workers hold throughout, and the rows that end
+    their lists (reductions in the order of the groups, the norm, the optimizer's step), from `start[w]` on."""
+
+    groups: tuple[ParameterGroup, ...]
+    static_bytes: tuple[int, ...]
+    start: Ints
+    rows: Ints
+
+
+def _ending_of(step: StepStages, forward_only: bool) -> _Ending:
+    key = (id(step.graph), id(step.pricing), step.placement, step.share.num_replicas, forward_only)
+    if key not in _endings:
+        found = _ending(step.graph, step.placement, step.pricing, step.share.num_replicas, forward_only)
+        _endings[key] = (step.graph, step.pricing, found)  # both are kept, so that no others get their ids
+        if len(_endings) > _MOST_ENDINGS:
+            _endings.popitem(last=False)
+    return _endings[key][2]
+
+
+_MOST_ENDINGS = 64
+_endings: OrderedDict[tuple[int, int, Placement, int, bool], tuple[ModelGraph, Costs, _Ending]] = OrderedDict()
+
+
+def _ending(graph: ModelGraph, placement: Placement, costs: Costs, num_replicas: int, forward_only: bool) -> _Ending:
+    groups = parameter_groups(graph, placement, costs)
+    held = [layers_on(graph, placement, worker) for worker in range(placement.workers)]
+    rows: list[tuple[int, ...]] = []
+    counts = []
+    for worker, layers in enumerate(held):
+        before = len(rows)
+        if not forward_only:
+            for number, group in enumerate(groups):
+                members = len(group.holders) * num_replicas
+                if worker in group.holders and members > 1:
+                    rows.append((REDUCE, number, 0, costs.reduce_ns(members, group.num_bytes), 0))
+            workers = placement.workers * num_replicas
+            rows.append((NORM, 0, 0, costs.reduce_ns(workers, 8) if workers > 1 else 0, 0))
+            rows.append((STEP, 0, 0, sum(costs.optimizer_ns(layer) for layer in layers), 0))
+        counts.append(len(rows) - before)
+    return _Ending(
+        groups=groups,
+        static_bytes=tuple(sum(costs.static_bytes(layer) for layer in layers) for layers in held),
+        start=starts(counts),
+        rows=np.array(rows, np.int64).reshape(-1, 5),
+    )

@@ -1,4 +1,4 @@
-"""Edges: which rows of which chunk's output each chunk needs, part by part.
+"""Edges: which rows of which chunk's output each chunk needs, part by part, as flat arrays.
 
 Chunks of one module hand on what the layer between them carries; flows bring what layers of one module
 send to the layers that read it, along the links of the samples. Cuts into parts may differ from chunk to
@@ -6,17 +6,44 @@ chunk. Example: images a (9 rows) and b (25) in parts of one, both linked to the
 
     vision part 0 {a} -> language part 0 {t}: rows 0..9 -> 0..9 of the input "vision"
     vision part 1 {b} -> language part 0 {t}: rows 0..25 -> 9..34
+
+A *unit* is a (chunk, part); units are numbered chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeweaver.data.items import Item
-from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, TensorSpec, positions, topological
-from pipeweaver.schedule.ir import Chunk, Edge, Part, Placement, Rows
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.schedule.gradients import Gradients, has_backward
+from pipeweaver.schedule.ir import Edge, Part, Placement, Rows
+from pipeweaver.schedule.wiring import Inlet, Wiring, wiring
 
+__all__ = ["EdgeArrays", "Gradients", "Parts", "Units", "connect", "edge_arrays", "edge_records", "has_backward"]
+
+Ints = NDArray[np.int64]
 Parts = tuple[tuple[Part, ...], ...]
+"""For each chunk its parts."""
+
+
+class EdgeArrays(NamedTuple):
+    """E edges, ordered by destination. `source` and `destination` are units, `inlet` the number of the inlet among
+    all inlets, chunk by chunk. Edge e brings `runs[run_start[e] : run_start[e + 1]]`, rows of [source row,
+    destination row, length], `num_rows` in all."""
+
+    source: Ints
+    destination: Ints
+    inlet: Ints
+    num_rows: Ints
+    run_start: Ints
+    runs: Ints
 
 
 def connect(
@@ -32,224 +59,266 @@ def connect(
     `dtype` is what "model" stands for in tensor specs. Raises ValueError if an item that is needed is in
     no part of a chunk that could supply it.
     """
-    gradients = Gradients(graph)
-    index = _ItemIndex(placement, items, parts)
-    sources: list[list[int]] = [[] for _ in items]
-    for source, destination in links:
-        sources[destination].append(source)
-    edges: list[Edge] = []
-    for number, chunk in enumerate(placement.chunks):
-        module = graph.by_name[chunk.module]
-        wanted = list(_wanted(graph, module, chunk))
-        for part_number, part in enumerate(parts[number]):
-            for origin, position, spec, name, linked in wanted:
-                grad = spec.grad and gradients.flows(origin, position, chunk.module, name)
-                # `before` and `after` run in the chunks of the first and the last layer.
-                layer = min(max(position, 0), len(graph.by_name[origin].layers) - 1)
-                if not linked and (edge := index.whole(chunk, origin, layer, part, spec)):
-                    found = {edge[0]: [Rows(0, 0, edge[1])] if edge[1] else []}
-                else:
-                    found = _gather(index, chunk, origin, layer, part, spec, sources if linked else None)
-                for source_part, rows in found.items():
-                    if rows:
-                        edges.append(
-                            Edge(
-                                source=source_part,
-                                destination=(number, part_number),
-                                output=spec.name,
-                                input=name,
-                                dtype=dtype if spec.dtype == "model" else spec.dtype,
-                                width=spec.width,
-                                rows=tuple(rows),
-                                grad=grad,
-                            )
-                        )
-    return tuple(edges)
+    wired = wiring(graph, placement, dtype)
+    return edge_records(wired, Units(parts), edge_arrays(placement, wired, items, links, parts))
 
 
-def is_whole(edges: Sequence[Edge], incoming: Sequence[int], edge: int) -> bool:
-    """Whether an edge alone brings an input, its rows in order: then the tensor that arrives is the input itself.
+def edge_arrays(
+    placement: Placement,
+    wired: Wiring,
+    items: Sequence[Item],
+    links: Sequence[tuple[int, int]],
+    parts: Parts,
+) -> EdgeArrays:
+    """All edges; see `connect`."""
+    index = _Index(placement, items, links, parts)
+    found: list[_Found] = []
+    known: dict[tuple[object, ...], _Found] = {}
+    number = 0
+    for chunk, inlets in enumerate(wired.inlets):
+        for inlet in inlets:
+            group = index.group[chunk]
+            sources = inlet.sources
+            if not inlet.linked and len(sources) == 1 and index.group[sources[0]] == group:
+                one = _whole(index, group, inlet.rows)
+            else:
+                key = (sources, group, inlet.rows, inlet.origin if inlet.linked else None)
+                if key not in known:
+                    known[key] = _gathered(index, chunk, inlet)
+                one = known[key]
+            first = index.units.start
+            found.append(
+                one._replace(
+                    source=one.source + first[sources[0]] if one.is_whole else one.source,
+                    destination=one.destination + first[chunk],
+                    inlet=np.full(len(one.source), number, np.int64),
+                )
+            )
+            number += 1
+    return _ordered(found)
 
-    `incoming` are the numbers of all edges into the same (chunk, part). Otherwise the input is assembled
-    from its edges in memory of its own.
-    """
-    this = edges[edge]
-    if len(incoming) == 1:
-        return len(this.rows) == 1
-    return len(this.rows) == 1 and all(edges[other].input != this.input for other in incoming if other != edge)
 
-
-def covers(module: Module, chunk: Chunk, position: int) -> bool:
-    """Whether a chunk runs the layer at `position` (-1: before, n: after)."""
-    last = len(module.layers) - 1
-    return chunk.start <= min(max(position, 0), last) < chunk.stop
-
-
-def has_backward(graph: ModelGraph, placement: Placement) -> tuple[bool, ...]:
-    """Per chunk, whether a loss needs its backward: a parameter of it or before it learns."""
-    gradients = Gradients(graph)
-    return tuple(
-        any(
-            gradients.backward[chunk.module, position]
-            for position, _ in positions(graph.by_name[chunk.module])
-            if covers(graph.by_name[chunk.module], chunk, position)
+def edge_records(wired: Wiring, units: Units, edges: EdgeArrays) -> tuple[Edge, ...]:
+    """The same edges as records."""
+    inlets = list(chain.from_iterable(wired.inlets))
+    runs = [Rows(*run) for run in edges.runs.tolist()]
+    columns = (edges.source, edges.destination, edges.inlet, edges.run_start[:-1], edges.run_start[1:])
+    result = []
+    for source, destination, number, first, stop in zip(*(column.tolist() for column in columns), strict=True):
+        inlet = inlets[number]
+        result.append(
+            Edge(
+                source=units.pairs[source],
+                destination=units.pairs[destination],
+                output=inlet.output,
+                input=inlet.input,
+                dtype=inlet.dtype,
+                width=inlet.width,
+                rows=tuple(runs[first:stop]),
+                grad=inlet.grad,
+            )
         )
-        for chunk in placement.chunks
+    return tuple(result)
+
+
+class Units:
+    """The (chunk, part) pairs of a step. `start` [C + 1], `chunk` and `part` [U]."""
+
+    def __init__(self, parts: Parts) -> None:
+        counts = np.array([len(chunk_parts) for chunk_parts in parts], np.int64)
+        self.start: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self.chunk: Ints = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
+        self.part: Ints = np.arange(len(self.chunk), dtype=np.int64) - self.start[self.chunk]
+        self.pairs: list[tuple[int, int]] = list(zip(self.chunk.tolist(), self.part.tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+class _Found(NamedTuple):
+    """Edges of one inlet; `destination` counts parts of the chunk, and so does `source` where `is_whole`."""
+
+    source: Ints
+    destination: Ints
+    inlet: Ints
+    num_rows: Ints
+    num_runs: Ints
+    runs: Ints
+    is_whole: bool
+
+
+@dataclass
+class _Group:
+    """Chunks with the same parts. `items` [I] of all parts, part by part, part p from `start[p]` on; `part` and
+    `place` by item of the step, -1 where it is in no part."""
+
+    items: Ints
+    start: Ints
+    part: Ints
+    place: Ints
+
+
+class _Index:
+    """Where each item is: in which part of which chunk, and from which row on."""
+
+    def __init__(
+        self, placement: Placement, items: Sequence[Item], links: Sequence[tuple[int, int]], parts: Parts
+    ) -> None:
+        self.placement = placement
+        self.items = items
+        self.links = links
+        self.units = Units(parts)
+        self.group: list[int] = []
+        self.groups: list[_Group] = []
+        firsts: list[tuple[Part, ...]] = []
+        for chunk_parts in parts:
+            # Chunks of a module share one tuple; after a journey through a file they only equal it.
+            same = next((g for g, one in enumerate(firsts) if one is chunk_parts or one == chunk_parts), None)
+            if same is None:
+                same = len(firsts)
+                firsts.append(chunk_parts)
+                self.groups.append(_group(chunk_parts, len(items)))
+            self.group.append(same)
+        self._sizes: dict[str, Ints] = {}
+        self._sources: dict[str, tuple[Ints, Ints]] = {}
+
+    def sizes(self, rows: str) -> Ints:
+        """[items], -1 for those that have no such size."""
+        if rows not in self._sizes:
+            self._sizes[rows] = np.array([item.sizes.get(rows, -1) for item in self.items], np.int64)
+        return self._sizes[rows]
+
+    def checked_sizes(self, rows: str, items: Ints) -> Ints:
+        """[len(items)] rows of each of these items, all of which must have some."""
+        sizes = self.sizes(rows)[items]
+        if len(sizes) and sizes.min() < 0:
+            lacking = self.items[int(items[np.argmin(sizes)])]
+            raise ValueError(f"item {lacking.name} has no size {rows!r}, only {', '.join(sorted(lacking.sizes))}")
+        return sizes
+
+    def linked(self, origin: str) -> tuple[Ints, Ints]:
+        """Items of module `origin` that are linked to each item: those of item i from `start[i]` on."""
+        if origin not in self._sources:
+            pairs = [(source, to) for source, to in self.links if self.items[source].module == origin]
+            source, to = np.array(pairs, np.int64).reshape(-1, 2).T
+            order = np.argsort(to, kind="stable")
+            start = np.zeros(len(self.items) + 1, np.int64)
+            np.add.at(start, to + 1, 1)
+            self._sources[origin] = source[order], np.cumsum(start)
+        return self._sources[origin]
+
+
+def _group(parts: tuple[Part, ...], num_items: int) -> _Group:
+    counts = np.array([len(part.items) for part in parts], np.int64)
+    flat = np.array(list(chain.from_iterable(part.items for part in parts)), np.int64)
+    start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    part, place = np.full(num_items, -1, np.int64), np.full(num_items, -1, np.int64)
+    part[flat] = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
+    place[flat] = np.arange(len(flat))
+    return _Group(items=flat, start=start, part=part, place=place)
+
+
+def _whole(index: _Index, number: int, rows: str) -> _Found:
+    """Every part as it is, but for parts without rows."""
+    group = index.groups[number]
+    sums = _before(index.checked_sizes(rows, group.items))[group.start]
+    num_rows = np.diff(sums)
+    present = np.nonzero(num_rows)[0]
+    zeros = np.zeros(len(present), np.int64)
+    return _Found(
+        source=present,
+        destination=present,
+        inlet=zeros,
+        num_rows=num_rows[present],
+        num_runs=np.ones(len(present), np.int64),
+        runs=np.stack([zeros, zeros, num_rows[present]], axis=1),
+        is_whole=True,
     )
 
 
-class Gradients:
-    """Where gradients flow, layer by layer: through what has a parameter to train before it and a loss after it.
-
-    `backward[module, position]`: the layer takes part in the backward. Independent of placement.
-    """
-
-    def __init__(self, graph: ModelGraph) -> None:
-        self.graph = graph
-        order = [
-            (module, position, layer)
-            for module in (graph.by_name[name] for name in topological(graph))
-            for position, layer in positions(module)
-        ]
-        trained: dict[tuple[str, int], bool] = {}  # some parameter at or before this layer learns
-        for module, position, layer in order:
-            arriving = [trained[source] for source in self._arriving(module, position, layer)]
-            trained[module.name, position] = layer.trainable or any(arriving)
-        lost: dict[tuple[str, int], bool] = {key: False for key in trained}  # a loss depends on this layer
-        for module, position, layer in reversed(order):
-            last = position == len(module.layers) or (module.after is None and position == len(module.layers) - 1)
-            if last and module.loss is not None:
-                lost[module.name, position] = True
-            if lost[module.name, position]:
-                for source in self._arriving(module, position, layer):
-                    lost[source] = True
-        self.trained = trained
-        self.backward = {key: trained[key] and lost[key] for key in trained}
-
-    def flows(self, origin: str, position: int, destination: str, name: str) -> bool:
-        """Whether the tensor sent at a position of `origin` gets a gradient from input `name` of `destination`."""
-        if not self.backward[origin, position]:
-            return False
-        if origin == destination and name in {spec.name for spec in _layer(self.graph, origin, position).carries}:
-            return True
-        readers = [p for p, layer in positions(self.graph.by_name[destination]) if name in layer.reads]
-        return any(self.backward[destination, reader] for reader in readers)
-
-    def _arriving(self, module: Module, position: int, layer: LayerSpec) -> list[tuple[str, int]]:
-        arriving: list[tuple[str, int]] = []
-        before = position - 1
-        exists = before >= 0 or (before == -1 and module.before is not None)
-        if exists and any(spec.grad for spec in _layer(self.graph, module.name, before).carries):
-            arriving.append((module.name, before))
-        for flow in self.graph.flows:
-            if flow.destination == module.name and flow.name in layer.reads:
-                sent, spec = self.graph.sent(flow)
-                if spec.grad:
-                    arriving.append((flow.source, sent))
-        return arriving
-
-
-def _layer(graph: ModelGraph, module: str, position: int) -> LayerSpec:
-    return dict(positions(graph.by_name[module]))[position]
-
-
-def _wanted(graph: ModelGraph, module: Module, chunk: Chunk) -> list[tuple[str, int, TensorSpec, str, bool]]:
-    """(source module, position, tensor, input name, whether rows follow links) of all that enters a chunk."""
-    wanted = []
-    if chunk.start > 0:
-        for spec in module.layers[chunk.start - 1].carries:
-            wanted.append((module.name, chunk.start - 1, spec, spec.name, False))
-    inside = [layer for position, layer in positions(module) if covers(module, chunk, position)]
-    for flow in graph.flows:
-        if flow.destination == module.name and any(flow.name in layer.reads for layer in inside):
-            position, spec = graph.sent(flow)
-            if flow.source != module.name or not covers(module, chunk, position):
-                wanted.append((flow.source, position, spec, flow.name, flow.source != module.name))
-    return wanted
+def _gathered(index: _Index, chunk: int, inlet: Inlet) -> _Found:
+    """Rows item by item, those that stay side by side in one run."""
+    group = index.groups[index.group[chunk]]
+    items = group.items
+    to = group.part[items]
+    if inlet.linked:
+        sources, start = index.linked(inlet.origin)
+        counts = start[items + 1] - start[items]
+        to = np.repeat(to, counts)
+        first = np.repeat(start[items] - _before(counts)[:-1], counts)
+        items = sources[np.arange(len(to)) + first]
+    sizes = index.sizes(inlet.rows)
+    length = index.checked_sizes(inlet.rows, items)
+    at = _before(length)[:-1]
+    starts = np.searchsorted(to, np.arange(len(group.start) - 1))
+    at = at - np.append(at, 0)[starts][to] if len(at) else at
+    unit = np.full(len(items), -1, np.int64)
+    row = np.zeros(len(items), np.int64)
+    for source in reversed(inlet.sources):  # where several could, the first supplies
+        other = index.groups[index.group[source]]
+        here = other.part[items]
+        within = _before(np.where(sizes[other.items] < 0, 0, sizes[other.items]))[:-1]
+        has = here >= 0
+        unit[has] = here[has] + index.units.start[source]
+        places = other.place[items[has]]
+        row[has] = within[places] - np.append(within, 0)[other.start[here[has]]]
+    if len(items) and unit.min() < 0:
+        lost = int(items[np.argmin(unit)])
+        raise ValueError(
+            f"item {index.items[lost].name} is needed by {index.placement.chunks[chunk]} but no chunk runs it through "
+            f"layer {inlet.layer} of {inlet.origin}"
+        )
+    # Edges: distinct (part, source), in the order in which they first occur.
+    key = to * (int(index.units.start[-1]) + 1) + unit
+    _, first_seen, inverse = np.unique(key, return_index=True, return_inverse=True)
+    rank = np.empty(len(first_seen), np.int64)
+    rank[np.argsort(first_seen)] = np.arange(len(first_seen))
+    edge = rank[inverse]
+    order = np.argsort(edge, kind="stable")
+    order = order[length[order] > 0]
+    edge, row, at, length = edge[order], row[order], at[order], length[order]
+    begins = np.ones(len(edge), np.bool_)
+    follows = (edge[1:] == edge[:-1]) & (row[1:] == row[:-1] + length[:-1]) & (at[1:] == at[:-1] + length[:-1])
+    begins[1:] = ~follows
+    heads = np.nonzero(begins)[0]
+    lengths = np.add.reduceat(length, heads) if len(heads) else length[:0]
+    runs = np.stack([row[heads], at[heads], lengths], axis=1)
+    present, num_runs = np.unique(edge[heads], return_counts=True)
+    firsts = np.sort(first_seen)[present] if len(present) else present
+    num_rows = np.bincount(edge, weights=length)[present].astype(np.int64) if len(present) else present
+    return _Found(
+        source=unit[firsts],
+        destination=to[firsts],
+        inlet=np.zeros(len(present), np.int64),
+        num_rows=num_rows,
+        num_runs=num_runs.astype(np.int64),
+        runs=runs,
+        is_whole=False,
+    )
 
 
-class _ItemIndex:
-    """Where each item is: in which part of which chunk, and from which row on."""
-
-    def __init__(self, placement: Placement, items: Sequence[Item], parts: Parts) -> None:
-        self.items = items
-        self.chunks = placement.chunks
-        self.parts = parts
-        self._of_module: dict[tuple[str, str], list[int]] = {}
-        for number, chunk in enumerate(placement.chunks):
-            self._of_module.setdefault((chunk.task, chunk.module), []).append(number)
-        self._part_of: list[dict[int, int]] = [
-            {item: number for number, part in enumerate(chunk_parts) for item in part.items} for chunk_parts in parts
-        ]
-        self._offsets: dict[tuple[tuple[int, ...], str], dict[int, int]] = {}
-        self._rows: dict[tuple[tuple[int, ...], str], int] = {}
-
-    def whole(
-        self, chunk: Chunk, origin: str, layer: int, part: Part, spec: TensorSpec
-    ) -> tuple[tuple[int, int], int] | None:
-        """((source chunk, part), rows) if one source part holds exactly the items of `part`, in order."""
-        if not part.items:
-            return None
-        source = self.find(chunk, origin, layer, part.items[0])
-        if source is None or self.parts[source[0]][source[1]].items != part.items:
-            return None
-        return source, self.num_rows(part.items, spec.rows)
-
-    def find(self, chunk: Chunk, origin: str, layer: int, item: int) -> tuple[int, int] | None:
-        """(chunk, part) that runs an item through layer 0..n-1 of module `origin`."""
-        for number in self._of_module.get((chunk.task, origin), ()):
-            candidate = self.chunks[number]
-            if candidate.start <= layer < candidate.stop:
-                part = self._part_of[number].get(item)
-                if part is not None:
-                    return number, part
-        return None
-
-    def offset(self, items: tuple[int, ...], rows: str, item: int) -> int:
-        key = (items, rows)
-        if key not in self._offsets:
-            offsets, total = {}, 0
-            for i in items:
-                offsets[i] = total
-                total += self.items[i].sizes[rows]
-            self._offsets[key] = offsets
-        return self._offsets[key][item]
-
-    def num_rows(self, items: tuple[int, ...], rows: str) -> int:
-        key = (items, rows)
-        if key not in self._rows:
-            self._rows[key] = sum(self.items[i].sizes[rows] for i in items)
-        return self._rows[key]
+def _ordered(found: Sequence[_Found]) -> EdgeArrays:
+    """All edges by destination, then inlet, then first occurrence."""
+    none = np.zeros(0, np.int64)
+    source, destination, inlet, num_rows, num_runs = (
+        (np.concatenate([none, *columns]) for columns in list(zip(*found, strict=True))[:5]) if found else (none,) * 5
+    )
+    runs = np.concatenate([np.zeros((0, 3), np.int64), *(one.runs for one in found)])
+    order = np.lexsort((inlet, destination))
+    start = _before(num_runs)
+    picked = num_runs[order]
+    new_start = _before(picked)
+    which = np.repeat(start[order] - new_start[:-1], picked) + np.arange(len(runs))
+    return EdgeArrays(
+        source=source[order],
+        destination=destination[order],
+        inlet=inlet[order],
+        num_rows=num_rows[order],
+        run_start=new_start,
+        runs=runs[which],
+    )
 
 
-def _gather(
-    index: _ItemIndex,
-    chunk: Chunk,
-    origin: str,
-    layer: int,
-    part: Part,
-    spec: TensorSpec,
-    sources: list[list[int]] | None,
-) -> dict[tuple[int, int], list[Rows]]:
-    """Rows by source (chunk, part). With `sources` they come from linked items, else from the items themselves."""
-    found: dict[tuple[int, int], list[Rows]] = {}
-    row = 0
-    for item in part.items:
-        origins = [item] if sources is None else [s for s in sources[item] if index.items[s].module == origin]
-        for source_item in origins:
-            source = index.find(chunk, origin, layer, source_item)
-            if source is None:
-                raise ValueError(
-                    f"item {index.items[source_item].name} is needed by {chunk} but no chunk runs it through "
-                    f"layer {layer} of {origin}"
-                )
-            length = index.items[source_item].sizes[spec.rows]
-            start = index.offset(index.parts[source[0]][source[1]].items, spec.rows, source_item)
-            rows = found.setdefault(source, [])
-            last = rows[-1] if rows else None
-            if last and last.source + last.length == start and last.destination + last.length == row:
-                rows[-1] = Rows(last.source, last.destination, last.length + length)
-            elif length:
-                rows.append(Rows(start, row, length))
-            row += length
-    return found
+def _before(values: Ints) -> Ints:
+    """[n + 1]: sums of all values before each place, and of all."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])

@@ -12,19 +12,17 @@ Gloo with tags.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from pipeweaver.schedule.ir import Compute, Free, Load, Norm, Plan, Post, Prediction, Reduce, Span, Stage, Step, Wait
+from pipeweaver.schedule.flat import NORM, POST, REDUCE, WAIT, FlatPlan, Ints, flatten
+from pipeweaver.schedule.ir import Compute, Plan, Prediction, Span, Stage
 from pipeweaver.schedule.memory import peak_bytes
 
 Queue = Literal["pair", "worker", "none"]
-
-_LOCAL, _POST, _WAIT, _MEET = 0, 1, 2, 3
-Ints = NDArray[np.int64]
 
 
 class Timeline:
@@ -35,80 +33,71 @@ class Timeline:
         self.transfers = transfers
 
 
+class FlatTimeline(NamedTuple):
+    """The same as arrays: of all actions [A] and transfers [T] of a replica."""
+
+    start_ns: Ints
+    end_ns: Ints
+    moved_ns: Ints
+    arrived_ns: Ints
+
+
 def emulate(plans: Sequence[Plan], queue: Queue = "pair") -> tuple[Timeline, ...]:
     """Timelines of the plans of one step, one per replica (or of any subset of them, which then meet alone).
 
     Raises ValueError if the actions get stuck, saying where each worker stands.
     """
-    kinds, arguments, durations, starts = [], [], [], [0]
-    senders, receivers, transfer_ns = [], [], []
-    meetings: dict[tuple[str, int], int] = {}
-    members: list[int] = []
-    lengths: list[int] = []
-    worker_base, transfer_base = 0, 0
+    flats = [flatten(plan) for plan in plans]
+    timelines = []
+    for flat, found in zip(flats, emulate_flat(flats, queue), strict=True):
+        spans = list(map(Span, found.start_ns.tolist(), found.end_ns.tolist()))
+        transfers = map(Span, found.moved_ns.tolist(), found.arrived_ns.tolist())
+        bounds = flat.actions.start.tolist()
+        timelines.append(Timeline(tuple(tuple(spans[a:b]) for a, b in pairwise(bounds)), tuple(transfers)))
+    return tuple(timelines)
+
+
+def emulate_flat(plans: Sequence[FlatPlan], queue: Queue = "pair") -> tuple[FlatTimeline, ...]:
+    """The same from flat plans, as arrays."""
+    none = np.zeros(0, np.int64)
+    kinds, arguments, durations, senders, receivers, transfer_ns = ([none] for _ in range(6))
+    starts = [np.zeros(1, np.int64)]
+    num_groups = max((len(plan.head.groups) for plan in plans), default=0)
+    worker_base, transfer_base, action_base = 0, 0, 0
     for plan in plans:
-        for actions in plan.actions:
-            for action in actions:
-                kind, argument, duration = _LOCAL, 0, 0
-                match action:
-                    case Post():
-                        kind, argument = _POST, transfer_base + action.transfer
-                    case Wait():
-                        kind, argument = _WAIT, transfer_base + action.transfer
-                    case Reduce() | Norm():
-                        key = ("reduce", action.group) if isinstance(action, Reduce) else ("norm", 0)
-                        kind, argument = _MEET, meetings.setdefault(key, len(meetings))
-                        duration = action.duration_ns
-                        if argument == len(members):
-                            members.append(0)
-                            lengths.append(0)
-                        members[argument] += 1
-                        lengths[argument] = max(lengths[argument], duration)
-                    case Load() | Compute() | Step():
-                        duration = action.duration_ns
-                    case Free():
-                        pass
-                kinds.append(kind)
-                arguments.append(argument)
-                durations.append(duration)
-            starts.append(len(kinds))
-        for transfer in plan.transfers:
-            senders.append(worker_base + transfer.sender)
-            receivers.append(worker_base + transfer.receiver)
-            transfer_ns.append(transfer.duration_ns)
-        worker_base += len(plan.actions)
-        transfer_base += len(plan.transfers)
-    kind_of, argument_of = np.array(kinds, np.int64), np.array(arguments, np.int64)
-    worker_start = np.array(starts, np.int64)
-    sender, receiver = np.array(senders, np.int64), np.array(receivers, np.int64)
-    before, after = _queue_order(kind_of, argument_of, worker_start, sender, receiver, queue)
+        actions, transfers = plan.actions, plan.transfers
+        kind = actions.kind
+        moves = (kind == POST) | (kind == WAIT)
+        argument = np.where(moves, actions.first + transfer_base, np.where(kind == NORM, num_groups, actions.first))
+        kinds.append(kind)
+        arguments.append(argument)
+        durations.append(actions.duration_ns)
+        starts.append(actions.start[1:] + action_base)
+        senders.append(transfers.sender + worker_base)
+        receivers.append(transfers.receiver + worker_base)
+        transfer_ns.append(transfers.duration_ns)
+        worker_base += plan.num_workers
+        transfer_base += len(transfers.edge)
+        action_base += len(kind)
+    kind, argument, duration = np.concatenate(kinds), np.concatenate(arguments), np.concatenate(durations)
+    sender, receiver = np.concatenate(senders), np.concatenate(receivers)
+    worker_start = np.concatenate(starts)
+    meets = (kind == REDUCE) | (kind == NORM)
+    members = np.bincount(argument[meets], minlength=num_groups + 1)
+    lengths = np.zeros(len(members), np.int64)
+    np.maximum.at(lengths, argument[meets], duration[meets])
+    before, after = _queue_order(kind, argument, worker_start, sender, receiver, _QUEUES.index(queue))
     begin, end, moved, arrived, stuck = _run(
-        kind_of,
-        argument_of,
-        np.array(durations, np.int64),
-        worker_start,
-        sender,
-        np.array(transfer_ns, np.int64),
-        before,
-        after,
-        np.array(members, np.int64),
-        np.array(lengths, np.int64),
+        kind, argument, duration, worker_start, sender, np.concatenate(transfer_ns), before, after, members, lengths
     )
     if stuck.max(initial=-1) >= 0:
         raise ValueError("the plan gets stuck: " + _where_stuck(plans, worker_start, stuck))
     timelines, base, transfer_base = [], 0, 0
     for plan in plans:
-        spans = []
-        for actions in plan.actions:
-            stop = base + len(actions)
-            spans.append(
-                tuple(Span(b, e) for b, e in zip(begin[base:stop].tolist(), end[base:stop].tolist(), strict=True))
-            )
-            base = stop
-        stop = transfer_base + len(plan.transfers)
-        pairs = zip(moved[transfer_base:stop].tolist(), arrived[transfer_base:stop].tolist(), strict=True)
-        timelines.append(Timeline(tuple(spans), tuple(Span(b, e) for b, e in pairs)))
-        transfer_base = stop
+        here = slice(base, base + len(plan.actions.kind))
+        there = slice(transfer_base, transfer_base + len(plan.transfers.edge))
+        timelines.append(FlatTimeline(begin[here], end[here], moved[there], arrived[there]))
+        base, transfer_base = here.stop, there.stop
     return tuple(timelines)
 
 
@@ -148,38 +137,41 @@ def stage_spans(plan: Plan, spans: Sequence[Sequence[Span]]) -> dict[Stage, Span
     }
 
 
-def _queue_order(
-    kind: Ints, argument: Ints, worker_start: Ints, sender: Ints, receiver: Ints, queue: Queue
-) -> tuple[Ints, Ints]:
-    """Neighbours in the queues, [transfers, 2] each: the transfer queued just before and just after at the
-    sender's end (column 0) and at the receiver's (1); -1 for none."""
-    before, after = np.full((len(sender), 2), -1, np.int64), np.full((len(sender), 2), -1, np.int64)
-    if queue == "none":
-        return before, after
-    for worker in range(len(worker_start) - 1):
-        last: dict[int, tuple[int, int]] = {}
-        mine = slice(worker_start[worker], worker_start[worker + 1])
-        for transfer in argument[mine][kind[mine] == _POST].tolist():
-            side = 0 if sender[transfer] == worker else 1
-            peer = int(receiver[transfer] if side == 0 else sender[transfer]) if queue == "pair" else 0
-            if peer in last:
-                previous, previous_side = last[peer]
-                before[transfer, side] = previous
-                after[previous, previous_side] = transfer
-            last[peer] = (transfer, side)
-    return before, after
+_QUEUES: tuple[Queue, ...] = ("pair", "worker", "none")
 
 
-def _where_stuck(plans: Sequence[Plan], worker_start: Ints, stuck: Ints) -> str:
-    lines, worker = [], 0
+def _where_stuck(plans: Sequence[FlatPlan], worker_start: Ints, stuck: Ints) -> str:
+    lines, worker, base = [], 0, 0
     for plan in plans:
-        for number, actions in enumerate(plan.actions):
+        for number in range(plan.num_workers):
             if stuck[worker] >= 0:
-                lines.append(
-                    f"replica {plan.replica} worker {number} at {actions[int(stuck[worker] - worker_start[worker])]}"
-                )
+                action = plan.action(int(stuck[worker]) - base)
+                lines.append(f"replica {plan.head.replica} worker {number} at {action}")
             worker += 1
+        base += len(plan.actions.kind)
     return "; ".join(lines)
+
+
+@numba.njit(cache=True)
+def _queue_order(kind, argument, worker_start, sender, receiver, queue):  # type: ignore[no-untyped-def]
+    """Neighbours in the queues, [transfers, 2] each: the transfer queued just before and just after at the
+    sender's end (column 0) and at the receiver's (1); -1 for none. `queue` indexes `_QUEUES`."""
+    num_workers = len(worker_start) - 1
+    before, after = np.full((len(sender), 2), -1, np.int64), np.full((len(sender), 2), -1, np.int64)
+    if queue == 2:
+        return before, after
+    for worker in range(num_workers):
+        last = np.full((num_workers, 2), -1, np.int64)  # per peer: its latest transfer, and at which end of it
+        for a in range(worker_start[worker], worker_start[worker + 1]):
+            if kind[a] == POST:
+                t = argument[a]
+                side = 0 if sender[t] == worker else 1
+                peer = (receiver[t] if side == 0 else sender[t]) if queue == 0 else 0
+                if last[peer, 0] >= 0:
+                    before[t, side] = last[peer, 0]
+                    after[last[peer, 0], last[peer, 1]] = t
+                last[peer] = (t, side)
+    return before, after
 
 
 @numba.njit(cache=True)
@@ -202,10 +194,10 @@ def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, af
             while place[w] < worker_start[w + 1]:
                 a = place[w]
                 x = argument[a]
-                if kind[a] == _LOCAL:
+                if kind[a] != POST and kind[a] != WAIT and kind[a] != REDUCE and kind[a] != NORM:
                     begin[a] = clock[w]
                     clock[w] += duration[a]
-                elif kind[a] == _POST:
+                elif kind[a] == POST:
                     begin[a] = clock[w]
                     posted[x, 0 if sender[x] == w else 1] = clock[w]
                     work[0] = x
@@ -231,7 +223,7 @@ def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, af
                                 if after[t, side] >= 0:
                                     work[size] = after[t, side]
                                     size += 1
-                elif kind[a] == _WAIT:
+                elif kind[a] == WAIT:
                     if arrived[x] < 0:
                         break
                     begin[a] = clock[w]

@@ -133,6 +133,9 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
 
 
+BufferKind = Literal["loaded", "saved", "output", "gradient", "received", "weight"]
+
+
 class Buffer(NamedTuple):
     """Memory that one action allocates and a later one frees, on one worker.
 
@@ -142,7 +145,7 @@ class Buffer(NamedTuple):
     backward keeps for W.
     """
 
-    kind: Literal["loaded", "saved", "output", "gradient", "received", "weight"]
+    kind: BufferKind
     first: int
     second: int = 0
 
@@ -152,11 +155,14 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 
     `parts[c]` are the parts of chunk c, `order[w]` the stages of worker w. Every part of every chunk has
     exactly one F and, where a gradient is needed, one B (or one I and one W) in the order of its chunk's worker.
+    `strategies[c][p]` are the memory strategies of part p of chunk c, one per layer (`Compute.strategies`); empty
+    means that every layer keeps what it saves.
     """
 
     placement: Placement
     parts: tuple[tuple[Part, ...], ...]
     order: tuple[tuple[Stage, ...], ...]
+    strategies: tuple[tuple[tuple[Strategy, ...], ...], ...] = ()
     forward_only: bool = False
     policy: str = ""
     seed: int = 0

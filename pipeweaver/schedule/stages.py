@@ -1,114 +1,241 @@
-"""The stages of a draft: numbered, with costs, edges and dependencies; checked to be all that is needed.
+"""The stages of a step: its units with their costs, the edges between them, and what must run before what.
 
-Successors are (stage, lag) pairs: F along every edge, gradients back along those that carry them, and from a
-(chunk, part)'s F to its B or I, from its I to its W.
+A *unit* is a (chunk, part). Stages are numbered phase by phase, so that unit u of U has
+
+    u          its forward F
+    U + u      its backward B, or the input half I of a split one
+    2U + u     the weight half W of a split backward
+
+F precedes F along every edge, gradients go back along those that carry them, and a unit's F precedes its B or I,
+its I its W. A successor comes with a lag: the time that the tensor travels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
-from pipeweaver.costs import Costs, StageCost
-from pipeweaver.data.items import Share, linked
+import numpy as np
+
+from pipeweaver.costs import Costs, LayerStrategies, StageCost
+from pipeweaver.data.items import Item, Share, linked
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.schedule.connect import connect, has_backward
-from pipeweaver.schedule.ir import ITEM_SIZES, Draft, Edge, Stage
+from pipeweaver.schedule.connect import EdgeArrays, Ints, Parts, Units, edge_arrays
+from pipeweaver.schedule.ir import Chunk, Draft, Placement, Stage
+from pipeweaver.schedule.wiring import Wiring, wiring
+
+FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
+"""Which third of the stages: F, B or I, W."""
 
 
-@dataclass
+class StageGraph(NamedTuple):
+    """S stages with their workers, durations and successors: those of stage s, with lags, from `start[s]` on."""
+
+    worker: Ints
+    duration_ns: Ints
+    start: Ints
+    successor: Ints
+    lag_ns: Ints
+
+
+class Orders(NamedTuple):
+    """Stage numbers of worker w in order, from `start[w]` on; `split` [U]: whose backward is split."""
+
+    start: Ints
+    stage: Ints
+    split: Ints
+
+
+def graph_of(
+    orders: Sequence[Sequence[int]], duration_ns: Sequence[int], successors: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[StageGraph, Orders]:
+    """Graph and orders of stages 0..S-1, from the stages of each worker in order, and of each stage (successor, lag)."""
+    worker = np.zeros(len(duration_ns), np.int64)
+    for number, order in enumerate(orders):
+        worker[np.array(order, np.int64)] = number
+    pairs = np.array([pair for of in successors for pair in of], np.int64).reshape(-1, 2)
+    graph = StageGraph(
+        worker, np.array(duration_ns, np.int64), _starts([len(of) for of in successors]), *pairs.T.copy()
+    )
+    listed = np.array([stage for order in orders for stage in order], np.int64)
+    return graph, Orders(_starts([len(order) for order in orders]), listed, np.zeros(0, np.int64))
+
+
+class UnitCosts(NamedTuple):
+    """`StageCost` of every unit, [U] each."""
+
+    forward_ns: Ints
+    backward_ns: Ints
+    load_ns: Ints
+    input_ns: Ints
+    weight_ns: Ints
+    loaded_bytes: Ints
+    saved_bytes: Ints
+    forward_workspace_bytes: Ints
+    backward_workspace_bytes: Ints
+    weight_bytes: Ints
+
+
 class StepStages:
-    """What compilation knows of the stages: their numbers, costs, edges and dependencies."""
+    """Units and edges of a step, whatever order its stages run in.
 
-    graph: ModelGraph
-    share: Share
-    draft: Draft
-    costs: Costs
-    dtype: str
-    edges: tuple[Edge, ...] = ()
-    backward: tuple[bool, ...] = ()
-    stages: list[Stage] = field(default_factory=list)
-    number: dict[Stage, int] = field(default_factory=dict)
-    cost: dict[tuple[int, int], StageCost] = field(default_factory=dict)
-    duration_ns: list[int] = field(default_factory=list)
-    successors: list[list[tuple[int, int]]] = field(default_factory=list)
-    incoming: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    outgoing: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    lag_ns: list[int] = field(default_factory=list)
-    edge_bytes: list[int] = field(default_factory=list)
-    is_local: list[bool] = field(default_factory=list)
+    [U]: `worker`, `microbatch`, `learns` (has a backward), `output_bytes` (of the distinct tensors that leave the
+    unit, whole), `costs`, `alike` (equal numbers cost the same). [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `grad`, and `is_whole`:
+    an edge alone brings an input, its rows in order; else the input is assembled in memory of its own.
+    """
 
-    def __post_init__(self) -> None:
-        draft, share = self.draft, self.share
-        chunks = draft.placement.chunks
-        self.edges = connect(self.graph, draft.placement, share.items, share.links, draft.parts, self.dtype)
-        self.backward = (False,) * len(chunks) if draft.forward_only else has_backward(self.graph, draft.placement)
-        sources = linked(share.items, share.links)
-        for number, parts in enumerate(draft.parts):
-            for part_number, part in enumerate(parts):
-                self.cost[number, part_number] = self.costs.stage(
-                    chunks[number], [share.items[i] for i in part.items], [sources[i] for i in part.items]
-                )
-        self.stages = [stage for order in draft.order for stage in order]
-        self.number = {stage: i for i, stage in enumerate(self.stages)}
-        self.duration_ns = [stage_duration_ns(stage, self.cost[stage.chunk, stage.part]) for stage in self.stages]
-        self._check_stages()
-        for i, edge in enumerate(self.edges):
-            self.incoming.setdefault(edge.destination, []).append(i)
-            self.outgoing.setdefault(edge.source, []).append(i)
-            sender, receiver = chunks[edge.source[0]].worker, chunks[edge.destination[0]].worker
-            self.is_local.append(sender == receiver)
-            self.edge_bytes.append(edge.num_rows * edge.width * ITEM_SIZES[edge.dtype])
-            self.lag_ns.append(
-                0 if sender == receiver else self.costs.transfer_ns(sender, receiver, self.edge_bytes[i])
-            )
-        self.successors = [[] for _ in self.stages]
-        for edge, lag in zip(self.edges, self.lag_ns, strict=True):
-            self._precede(Stage(*edge.source, "F"), Stage(*edge.destination, "F"), lag)
-            if edge.grad and not draft.forward_only:
-                self._precede(self.gradient_stage(edge.destination), self.gradient_stage(edge.source), lag)
-        for stage in self.stages:
-            if stage.phase in "BI":
-                self._precede(Stage(stage.chunk, stage.part, "F"), stage, 0)
-            elif stage.phase == "W":
-                self._precede(Stage(stage.chunk, stage.part, "I"), stage, 0)
+    def __init__(
+        self,
+        graph: ModelGraph,
+        placement: Placement,
+        share: Share,
+        parts: Parts,
+        costs: Costs,
+        *,
+        dtype: str,
+        forward_only: bool = False,
+    ) -> None:
+        self.graph, self.placement, self.share, self.parts = graph, placement, share, parts
+        self.pricing, self.dtype, self.forward_only = costs, dtype, forward_only
+        self.wiring: Wiring = wiring(graph, placement, dtype)
+        self.units = Units(parts)
+        workers = np.array([chunk.worker for chunk in placement.chunks], np.int64)
+        self.worker: Ints = workers[self.units.chunk]
+        self.microbatch: Ints = np.array([part.microbatch for of in parts for part in of], np.int64)
+        learns = np.array(self.wiring.backward, np.bool_)[self.units.chunk]
+        self.learns = np.zeros_like(learns) if forward_only else learns
+        self._sources = linked(share.items, share.links)
+        self._strategies: dict[int, Sequence[LayerStrategies]] = {}
+        self.alike = _alike(share, self.wiring, parts, self._sources)
+        firsts = {number: unit for unit, number in reversed(list(enumerate(self.alike)))}
+        distinct = [costs.stage(*self._question(firsts[number])) for number in range(len(firsts))]
+        self.stage_costs = [distinct[number] for number in self.alike]
+        self.costs = unit_costs(self.stage_costs)
+        self.edges: EdgeArrays = edge_arrays(placement, self.wiring, share.items, share.links, parts)
+        self._measure_edges()
 
-    def gradient_stage(self, at: tuple[int, int]) -> Stage:
-        """The stage of a (chunk, part) that produces its input gradients: B, or I if the backward is split."""
-        fused = Stage(*at, "B")
-        return fused if fused in self.number else Stage(*at, "I")
+    def __len__(self) -> int:
+        """Number of units."""
+        return len(self.units)
 
-    def last_stage(self, at: tuple[int, int]) -> Stage:
-        """The stage of a (chunk, part) after which nothing of it is needed by itself."""
-        if not self.backward[at[0]]:
-            return Stage(*at, "F")
-        return self.gradient_stage(at)
+    def layer_strategies(self, unit: int) -> Sequence[LayerStrategies]:
+        """What each memory strategy costs, for every layer of a unit."""
+        number = self.alike[unit]
+        if number not in self._strategies:
+            self._strategies[number] = self.pricing.strategies(*self._question(unit))
+        return self._strategies[number]
 
-    def _precede(self, first: Stage, second: Stage, lag: int) -> None:
-        self.successors[self.number[first]].append((self.number[second], lag))
+    def _question(self, unit: int) -> tuple[Chunk, list[Item], list[Sequence[Item]]]:
+        """What costs are asked for."""
+        chunk, part = self.units.pairs[unit]
+        items = self.parts[chunk][part].items
+        return self.placement.chunks[chunk], [self.share.items[i] for i in items], [self._sources[i] for i in items]
 
-    def _check_stages(self) -> None:
-        chunks = self.draft.placement.chunks
-        expected = {Stage(c, p, "F") for c, parts in enumerate(self.draft.parts) for p in range(len(parts))}
-        for c, parts in enumerate(self.draft.parts):
-            for p in range(len(parts)):
-                if self.backward[c]:
-                    split = Stage(c, p, "I") in self.number
-                    expected |= {Stage(c, p, "I"), Stage(c, p, "W")} if split else {Stage(c, p, "B")}
-        missing, surplus = expected - set(self.stages), set(self.stages) - expected
-        if missing or surplus or len(self.number) < len(self.stages):
-            repeated = (
-                {stage for stage in self.number if self.stages.count(stage) > 1} if not (missing or surplus) else set()
-            )
-            raise ValueError(
-                f"the order of policy {self.draft.policy or '(unnamed)'} lacks stages [{stage_text(missing)}], "
-                f"has stages that do not belong [{stage_text(surplus)}], repeats [{stage_text(repeated)}]"
-            )
-        for worker, order in enumerate(self.draft.order):
-            for stage in order:
-                if chunks[stage.chunk].worker != worker:
-                    raise ValueError(
-                        f"stage {stage} is in the order of worker {worker}, but {chunks[stage.chunk]} is not there"
-                    )
+    def _measure_edges(self) -> None:
+        edges, inlets = self.edges, [inlet for of in self.wiring.inlets for inlet in of]
+        grad = np.array([inlet.grad for inlet in inlets], np.bool_)[edges.inlet]
+        self.grad = np.zeros_like(grad) if self.forward_only else grad
+        row_bytes = np.array([inlet.row_bytes for inlet in inlets], np.int64)
+        self.edge_bytes: Ints = edges.num_rows * row_bytes[edges.inlet]
+        sender, receiver = self.worker[edges.source], self.worker[edges.destination]
+        self.is_local = sender == receiver
+        workers = self.placement.workers
+        crossing = np.nonzero(~self.is_local)[0]
+        link = sender[crossing] * workers + receiver[crossing]
+        distinct, inverse = np.unique(np.stack([link, self.edge_bytes[crossing]], axis=1), axis=0, return_inverse=True)
+        lags = [self.pricing.transfer_ns(at // workers, at % workers, size) for at, size in distinct.tolist()]
+        self.lag_ns: Ints = np.zeros(len(edges.source), np.int64)
+        self.lag_ns[crossing] = np.array(lags, np.int64)[inverse.reshape(-1)]
+        # Edges into one input of one unit follow each other.
+        same = np.zeros(len(edges.source) + 1, np.bool_)
+        same[1:-1] = (edges.inlet[1:] == edges.inlet[:-1]) & (edges.destination[1:] == edges.destination[:-1])
+        self.is_whole = (np.diff(edges.run_start) == 1) & ~same[:-1] & ~same[1:]
+        self.output_bytes: Ints = self._output_bytes(inlets)
+
+    def _output_bytes(self, inlets: Sequence[object]) -> Ints:
+        edges = self.edges
+        names = [inlet.output for inlet in inlets]  # type: ignore[attr-defined]
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        output = np.array([numbers[name] for name in names], np.int64)[edges.inlet]
+        total = np.zeros(len(self), np.int64)
+        sums: dict[tuple[int, str], Ints] = {}
+        for name, number in numbers.items():
+            takers = np.unique(edges.source[output == number])
+            for chunk in np.unique(self.units.chunk[takers]).tolist():
+                rows, row_bytes = self.wiring.outputs[chunk][name]
+                here = takers[self.units.chunk[takers] == chunk]
+                key = (id(self.parts[chunk]), rows)
+                if key not in sums:
+                    sizes = [[self.share.items[i].sizes[rows] for i in part.items] for part in self.parts[chunk]]
+                    sums[key] = np.array([sum(of) for of in sizes], np.int64)
+                total[here] += sums[key][self.units.part[here]] * row_bytes
+        return total
+
+
+def unit_costs(costs: Sequence[StageCost]) -> UnitCosts:
+    """Costs of units as columns."""
+    columns = np.array([cost[: len(UnitCosts._fields)] for cost in costs], np.int64)
+    return UnitCosts(*(np.ascontiguousarray(c) for c in columns.reshape(-1, len(UnitCosts._fields)).T))
+
+
+def stage_graph(step: StepStages, costs: UnitCosts, split: Ints) -> StageGraph:
+    """The graph of all 3U numbers. `split` [U] says which units have their backward split; stages that do not exist
+    have no successors."""
+    size, edges = len(step), step.edges
+    learns = step.learns
+    back = np.where(split, costs.input_ns, costs.backward_ns)
+    duration = np.concatenate([costs.forward_ns, back * learns, costs.weight_ns * split])
+    grads = np.nonzero(step.grad)[0]
+    learning, splitting = np.nonzero(learns)[0], np.nonzero(split)[0]
+    source = np.concatenate([edges.source, size + edges.destination[grads], learning, size + splitting])
+    target = np.concatenate([edges.destination, size + edges.source[grads], size + learning, 2 * size + splitting])
+    none = np.zeros(len(learning) + len(splitting), np.int64)
+    lag = np.concatenate([step.lag_ns, step.lag_ns[grads], none])
+    order = np.argsort(source, kind="stable")
+    start = np.zeros(3 * size + 1, np.int64)
+    np.cumsum(np.bincount(source, minlength=3 * size), out=start[1:])
+    return StageGraph(np.tile(step.worker, 3), duration, start, target[order], lag[order])
+
+
+def orders_of(step: StepStages, draft: Draft) -> Orders:
+    """A draft's orders as stage numbers.
+
+    Raises ValueError if a stage is missing, surplus, repeated or on another worker than its chunk.
+    """
+    listed = [stage for order in draft.order for stage in order]
+    size, chunks = len(step), draft.placement.chunks
+    chunk = np.array([stage[0] for stage in listed], np.int64)
+    part = np.array([stage[1] for stage in listed], np.int64)
+    phase = np.array([_PHASE[stage[2]] for stage in listed], np.int64)
+    known = (chunk >= 0) & (chunk < len(chunks)) & (part >= 0)
+    counts = np.diff(step.units.start)
+    known[known] = part[known] < counts[chunk[known]]
+    unit = np.where(known, step.units.start[np.where(known, chunk, 0)] + part, 0)
+    seen = np.bincount((unit * 4 + phase)[known], minlength=4 * size).reshape(size, 4)
+    split = seen[:, 2] > 0
+    expected = np.zeros_like(seen)
+    expected[:, 0] = 1
+    expected[:, 1] = step.learns & ~split
+    expected[:, 2] = expected[:, 3] = step.learns & split
+    if not known.all() or (seen != expected).any():
+        raise ValueError(_what_is_wrong(step, draft, listed))
+    worker = np.repeat(np.arange(len(draft.order)), [len(order) for order in draft.order])
+    wrong = np.nonzero(step.worker[unit] != worker)[0]
+    if len(wrong):
+        stage = listed[wrong[0]]
+        raise ValueError(
+            f"stage {stage} is in the order of worker {worker[wrong[0]]}, but {chunks[stage.chunk]} is not there"
+        )
+    start = _starts([len(order) for order in draft.order])
+    third = np.array([FORWARD, BACKWARD, BACKWARD, WEIGHTS], np.int64)[phase]
+    return Orders(start, third * size + unit, (split & step.learns).astype(np.int64))
+
+
+def stage_of(step: StepStages, number: int, split: Ints) -> Stage:
+    """A stage by its number."""
+    third, unit = divmod(number, len(step))
+    chunk, part = step.units.pairs[unit]
+    return Stage(chunk, part, "F" if third == FORWARD else "W" if third == WEIGHTS else "I" if split[unit] else "B")
 
 
 def stage_text(stages: set[Stage]) -> str:
@@ -116,14 +243,43 @@ def stage_text(stages: set[Stage]) -> str:
     return " ".join(str(stage) for stage in sorted(stages)[:8]) + (" …" if len(stages) > 8 else "")
 
 
-def stage_duration_ns(stage: Stage, cost: StageCost) -> int:
-    """Duration of a stage by its phase."""
-    match stage.phase:
-        case "F":
-            return cost.forward_ns
-        case "B":
-            return cost.backward_ns
-        case "I":
-            return cost.input_ns
-        case _:
-            return cost.weight_ns
+def _starts(counts: Sequence[int]) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, np.int64))])
+
+
+_PHASE = {"F": 0, "B": 1, "I": 2, "W": 3}
+
+
+def _what_is_wrong(step: StepStages, draft: Draft, listed: Sequence[Stage]) -> str:
+    found = set(listed)
+    expected = set()
+    for unit, (chunk, part) in enumerate(step.units.pairs):
+        expected.add(Stage(chunk, part, "F"))
+        if step.learns[unit]:
+            split = Stage(chunk, part, "I") in found
+            expected |= {Stage(chunk, part, "I"), Stage(chunk, part, "W")} if split else {Stage(chunk, part, "B")}
+    missing, surplus = expected - found, found - expected
+    repeated = {stage for stage in found if listed.count(stage) > 1} if not (missing or surplus) else set()
+    return (
+        f"the order of policy {draft.policy or '(unnamed)'} lacks stages [{stage_text(missing)}], "
+        f"has stages that do not belong [{stage_text(surplus)}], repeats [{stage_text(repeated)}]"
+    )
+
+
+def _alike(share: Share, wired: Wiring, parts: Parts, sources: Sequence[Sequence[Item]]) -> list[int]:
+    """A number for each unit: equal ones have parts that look alike, on chunks of one kind."""
+    looks: dict[Hashable, int] = {}
+    look = [
+        looks.setdefault(
+            (*one.sizes, *one.sizes.values(), *((s.module, *s.sizes, *s.sizes.values()) for s in linked_to)), len(looks)
+        )
+        for one, linked_to in zip(share.items, sources, strict=True)
+    ]
+    described: dict[int, list[Hashable]] = {}
+    numbers: dict[Hashable, int] = {}
+    found = []
+    for kind, of in zip(wired.kinds, parts, strict=True):
+        if id(of) not in described:
+            described[id(of)] = [tuple([look[i] for i in part.items]) for part in of]
+        found += [numbers.setdefault((kind, description), len(numbers)) for description in described[id(of)]]
+    return found

@@ -9,21 +9,24 @@ tensors have had time to travel. Example, two workers, F 2, B 4, lag 1:
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from pipeweaver.schedule.connect import Ints
+from pipeweaver.schedule.stages import Orders, StageGraph
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Start and end per stage, ns, and `completed`: all stages in the order in which they end.
+class StageTimes(NamedTuple):
+    """Start and end per stage, ns, and `completed`: all stages that run in the order in which they end.
 
     `completed` is a total order that respects every dependency, ties included.
     """
 
-    start_ns: list[int]
-    end_ns: list[int]
-    completed: list[int]
+    start_ns: Ints
+    end_ns: Ints
+    completed: Ints
 
 
 class OrderError(ValueError):
@@ -34,53 +37,46 @@ class OrderError(ValueError):
         self.stuck = stuck
 
 
-def time_stages(
-    orders: Sequence[Sequence[int]],
-    duration_ns: Sequence[int],
-    successors: Sequence[Sequence[tuple[int, int]]],
-) -> StageTimes:
-    """Time the stages 0..n-1. `orders[w]` are stage numbers; `successors[s]` pairs of (stage, lag in ns).
+def time_stages(graph: StageGraph, orders: Orders) -> StageTimes:
+    """Time the stages. Raises OrderError if the orders and dependencies have a cycle."""
+    start, end, popped, head = _run(
+        orders.start, orders.stage, graph.duration_ns, graph.start, graph.successor, graph.lag_ns
+    )
+    if (head < orders.start[1:]).any():
+        ends = zip(head.tolist(), orders.start[1:].tolist(), strict=True)
+        raise OrderError([int(orders.stage[at]) if at < stop else None for at, stop in ends])
+    listed = orders.stage
+    completed = listed[np.lexsort((popped[listed], end[listed]))]
+    return StageTimes(start, end, completed)
 
-    Raises OrderError if the orders and dependencies have a cycle.
-    """
-    n = len(duration_ns)
-    waiting = [0] * n
-    for targets in successors:
-        for target, _ in targets:
-            waiting[target] += 1
-    ready = [0] * n
-    start, end, popped = [0] * n, [0] * n, [0] * n
-    worker_of, place_of = [0] * n, [0] * n
-    for worker, order in enumerate(orders):
-        for place, stage in enumerate(order):
-            worker_of[stage], place_of[stage] = worker, place
-    head = [0] * len(orders)
-    free = [0] * len(orders)
-    heap: list[tuple[int, int]] = []
 
-    def offer(worker: int) -> None:
-        place = head[worker]
-        if place < len(orders[worker]):
-            stage = orders[worker][place]
-            if waiting[stage] == 0:
-                heapq.heappush(heap, (max(free[worker], ready[stage]), stage))
-
-    for worker in range(len(orders)):
-        offer(worker)
+@numba.njit(cache=True)
+def _run(order_start, order, duration, successor_start, successor, lag):  # type: ignore[no-untyped-def]
+    """(start, end, when it was timed; per stage), (place of the next stage; per worker)."""
+    num_workers, size = len(order_start) - 1, len(duration)
+    waiting, ready = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    start, end, popped = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for i in range(len(successor)):
+        waiting[successor[i]] += 1
+    head, free = order_start[:-1].copy(), np.zeros(num_workers, np.int64)
     done = 0
-    while heap:
-        begin, stage = heapq.heappop(heap)
-        worker = worker_of[stage]
-        start[stage], end[stage], popped[stage] = begin, begin + duration_ns[stage], done
+    while True:
+        # The earliest stage that is next on its worker and has all it needs; of equals the first in the orders.
+        best, when = -1, np.int64(0)
+        for w in range(num_workers):
+            if head[w] < order_start[w + 1] and waiting[order[head[w]]] == 0:
+                begin = max(free[w], ready[order[head[w]]])
+                if best < 0 or begin < when:
+                    best, when = w, begin
+        if best < 0:
+            break
+        s = order[head[best]]
+        start[s], end[s], popped[s] = when, when + duration[s], done
         done += 1
-        free[worker] = end[stage]
-        head[worker] += 1
-        for target, lag in successors[stage]:
-            waiting[target] -= 1
-            ready[target] = max(ready[target], end[stage] + lag)
-            if waiting[target] == 0 and worker_of[target] != worker and head[worker_of[target]] == place_of[target]:
-                offer(worker_of[target])
-        offer(worker)
-    if done < n:
-        raise OrderError([order[head[w]] if head[w] < len(order) else None for w, order in enumerate(orders)])
-    return StageTimes(start_ns=start, end_ns=end, completed=sorted(range(n), key=lambda s: (end[s], popped[s])))
+        free[best] = end[s]
+        head[best] += 1
+        for i in range(successor_start[s], successor_start[s + 1]):
+            t = successor[i]
+            waiting[t] -= 1
+            ready[t] = max(ready[t], end[s] + lag[i])
+    return start, end, popped, head

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from pipeweaver.costs import StageCost
+from pipeweaver.costs import StageCost, StrategyCost
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, positions
-from pipeweaver.schedule.connect import Gradients
+from pipeweaver.schedule.gradients import Gradients
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
 from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.latency import LayerCost, Layout, Rule, layer_cost
@@ -59,15 +59,6 @@ class Coverage:
     @property
     def guessed_share(self) -> float:
         return self.guessed_ns / self.total_ns if self.total_ns else 0.0
-
-
-class StrategyCost(NamedTuple):
-    """A layer under a memory strategy: bytes held on its worker from forward to backward, beside what crosses its
-    boundary; what backward takes longer; and how long its tensors travel to host memory, once each way."""
-
-    saved_bytes: int
-    extra_ns: int
-    offload_ns: int = 0
 
 
 class Run(NamedTuple):

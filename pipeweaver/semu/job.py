@@ -21,6 +21,7 @@ import torch
 
 from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec
+from pipeweaver.schedule.stages import graph_of
 from pipeweaver.schedule.timing import time_stages
 from pipeweaver.semu.latency import LayerCost, Layout, layer_cost, spread_bytes
 from pipeweaver.semu.layer import Counts, Input, LayerGraph
@@ -186,7 +187,7 @@ def pipeline_ns(
             if warmup + i < num_microbatches:
                 order.append(base + warmup + i)
         orders.append(order)
-    return max(time_stages(orders, duration, successors).end_ns)
+    return int(time_stages(*graph_of(orders, duration, successors)).end_ns.max())
 
 
 def balanced_pipeline_ns(

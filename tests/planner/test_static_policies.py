@@ -8,7 +8,8 @@ from planner_cases import GRAPHS, flat_costs, graph_of, share_of
 
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES, gpipe, interleaved, one_f_one_b
-from pipeweaver.schedule.connect import connect, has_backward
+from pipeweaver.schedule.connect import connect
+from pipeweaver.schedule.gradients import has_backward
 from pipeweaver.schedule.ir import Stage
 
 STATIC = ("gpipe", "1f1b", "interleaved-1f1b")

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise, permutations
 
 import msgspec
+import numpy as np
 import pytest
 from cases import module, share, two_workers, vision_language
 
@@ -12,12 +13,14 @@ from pipeweaver.data.items import Item, Share
 from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module, TensorSpec
 from pipeweaver.schedule.bounds import jackson
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.connect import connect, has_backward
+from pipeweaver.schedule.connect import connect
 from pipeweaver.schedule.emulate import emulate, stage_spans
 from pipeweaver.schedule.files import load_plans, orders, save_plans, text
+from pipeweaver.schedule.flat import flatten, records
+from pipeweaver.schedule.gradients import has_backward
 from pipeweaver.schedule.groups import parameter_groups
 from pipeweaver.schedule.ir import Chunk, Draft, Part, Placement, Rows, Stage
-from pipeweaver.schedule.memory import held_bytes
+from pipeweaver.schedule.memory import flat_peak_bytes, held_bytes, peak_bytes
 from pipeweaver.schedule.verify import verify
 
 FREE_LINKS = {"latency_ns": 0, "bytes_per_us": 10**12}
@@ -256,9 +259,13 @@ def test_replicas_meet_at_reductions():
     assert reductions[1][0].start_ns < reductions[0][0].start_ns
 
 
+def jackson_of(jobs):
+    return jackson(*np.array(jobs, np.int64).T)
+
+
 def test_jackson_bound_against_brute_force():
     rng = random.Random(0)
-    assert jackson([(0, 4, 0), (2, 3, 5)]) == 10
+    assert jackson_of([(0, 4, 0), (2, 3, 5)]) == 10
     for _ in range(200):
         jobs = [(rng.randrange(9), rng.randrange(1, 6), rng.randrange(9)) for _ in range(rng.randrange(1, 6))]
         best = 10**9
@@ -268,7 +275,7 @@ def test_jackson_bound_against_brute_force():
                 clock = max(clock, head) + duration
                 end = max(end, clock + tail)
             best = min(best, end)
-        assert max(h + d + t for h, d, t in jobs) <= jackson(jobs) <= best
+        assert max(h + d + t for h, d, t in jobs) <= jackson_of(jobs) <= best
 
 
 def test_plan_files_round_trip(tmp_path):
@@ -284,6 +291,16 @@ def test_plan_files_round_trip(tmp_path):
         load_plans(tmp_path / "bad.json")
     with pytest.raises(ValueError, match="cannot be read"):
         load_plans(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("images", [(3, 0, 1, 2), (0,), ()])
+@pytest.mark.parametrize("backward", [False, True])
+def test_flat_plans_hold_all_that_records_hold(images, backward):
+    one = share(list(images))
+    draft = two_workers(one, backward=backward)
+    plan = compile_plan(vision_language(), one, draft, FlatCosts(layers={"vision": 4, "language": 4}))
+    assert records(flatten(plan)) == plan
+    assert peak_bytes(plan) == flat_peak_bytes(flatten(plan)) == plan.prediction.peak_bytes
 
 
 def test_fingerprint_sees_every_change():

@@ -22,8 +22,9 @@ from collections.abc import Sequence
 
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.schedule.flat import FlatPlan, flatten
 from pipeweaver.schedule.ir import Plan
-from pipeweaver.schedule.memory import held_bytes
+from pipeweaver.schedule.memory import flat_held_bytes
 from pipeweaver.schedule.verify.actions import check_actions
 from pipeweaver.schedule.verify.edges import check_edges, check_transfers
 from pipeweaver.schedule.verify.groups import check_groups
@@ -31,7 +32,7 @@ from pipeweaver.schedule.verify.progress import check_progress
 from pipeweaver.schedule.verify.stages import check_stages
 from pipeweaver.schedule.verify.words import PlanError, describe
 
-__all__ = ["PlanError", "verify"]
+__all__ = ["PlanError", "verify", "verify_flat"]
 
 
 def verify(
@@ -46,9 +47,21 @@ def verify(
 
     `shares[r]` is what replica r was given; `budget_bytes` the memory of each worker, None for no limit.
     """
-    _check_items(plans, shares)
+    verify_flat([flatten(plan) for plan in plans], graph, shares, dtype=dtype, budget_bytes=budget_bytes)
+
+
+def verify_flat(
+    plans: Sequence[FlatPlan],
+    graph: ModelGraph,
+    shares: Sequence[Share],
+    *,
+    dtype: str = "float32",
+    budget_bytes: int | None = None,
+) -> None:
+    """The same for flat plans."""
+    _check_items([plan.head for plan in plans], shares)
     for plan in plans:
-        place = f"replica {plan.replica}: "
+        place = f"replica {plan.head.replica}: "
         try:
             check_stages(plan, graph)
             check_edges(plan, graph, dtype)
@@ -90,18 +103,20 @@ def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:
             raise PlanError("items", f"item {name} is in {times} shares")
 
 
-def _check_memory(plan: Plan, budget_bytes: int | None) -> None:
+def _check_memory(plan: FlatPlan, budget_bytes: int | None) -> None:
     if budget_bytes is None:
         return
-    for worker in range(plan.placement.workers):
-        _, during = held_bytes(plan, worker)
-        peak = max([plan.static_bytes[worker], *during])
+    _, during = flat_held_bytes(plan)
+    for worker in range(plan.num_workers):
+        first, stop = plan.actions.start[worker : worker + 2].tolist()
+        static = plan.head.static_bytes[worker]
+        peak = max([static, int(during[first:stop].max(initial=0))])
         if peak > budget_bytes:
-            at = during.index(peak) if peak in during else 0
-            what = describe(plan.actions[worker][at], plan) if plan.actions[worker] else "start"
+            at = int(during[first:stop].argmax()) if first < stop else 0
+            what = describe(plan.action(first + at)) if first < stop and during[first + at] == peak else "start"
             raise PlanError(
                 "memory",
                 f"worker {worker} peaks at {peak:,} bytes in {what}, {peak - budget_bytes:,} over its budget of "
-                f"{budget_bytes:,}; {plan.static_bytes[worker]:,} are parameters, gradients and optimizer state; "
+                f"{budget_bytes:,}; {static:,} are parameters, gradients and optimizer state; "
                 "use more workers, smaller microbatches, a larger budget, or policy dynamic, which minds it",
             )

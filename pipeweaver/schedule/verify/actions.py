@@ -2,193 +2,361 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import numba
+import numpy as np
 
 from pipeweaver.model.graph import ModelGraph, positions
-from pipeweaver.schedule.ir import (
-    Action,
-    Buffer,
-    Compute,
-    Free,
-    Load,
-    Norm,
-    Plan,
-    Post,
-    Reduce,
-    Stage,
-    Step,
-    Wait,
+from pipeweaver.schedule.flat import (
+    BUFFERS,
+    COMPUTE,
+    FREE,
+    GRADIENT,
+    LOAD,
+    LOADED,
+    NORM,
+    OUTPUT,
+    PHASES,
+    POST,
+    REDUCE,
+    SAVED,
+    STEP,
+    WAIT,
+    WEIGHT,
+    FlatPlan,
+    Ints,
+    starts,
 )
-from pipeweaver.schedule.memory import allocations
+from pipeweaver.schedule.ir import Buffer, Stage
+from pipeweaver.schedule.memory import buffer_numbers
 from pipeweaver.schedule.verify.stages import inside
 from pipeweaver.schedule.verify.words import PlanError, buffer_name, describe
 
+(
+    FINE,
+    UNKNOWN_BUFFER,
+    ALLOCATED_TWICE,
+    NEGATIVE,
+    LOADS_NOTHING,
+    LOADS_OTHERS,
+    NOT_LOADED,
+    NO_INPUT,
+    NOT_RECEIVED,
+    NO_INPUT_HALF,
+    NOT_SAVED,
+    FOREIGN_BUFFER,
+    NO_TRANSFER,
+    NOT_ITS_POST,
+    WRONG_RECEIVE,
+    SENT_EARLY,
+    WAITS_WRONGLY,
+    NOT_HELD,
+    FREED_EARLY,
+    FREED_UNSENT,
+    FREED_UNUSED,
+    BEFORE_LAST,
+    NEVER_WAITS,
+    NEVER_FREES,
+) = range(24)
 
-def check_actions(plan: Plan, graph: ModelGraph) -> None:
+
+def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
     """Run each worker's list symbolically: what it needs must be there, what it frees must not be needed."""
-    incoming: dict[tuple[int, int], list[int]] = {}
-    outgoing: dict[tuple[int, int], list[int]] = {}
-    for number, edge in enumerate(plan.edges):
-        incoming.setdefault(edge.destination, []).append(number)
-        outgoing.setdefault(edge.source, []).append(number)
-    transfer_of = {(transfer.edge, transfer.phase): number for number, transfer in enumerate(plan.transfers)}
-    for worker, actions in enumerate(plan.actions):
-        _WorkerCheck(plan, graph, worker, incoming, outgoing, transfer_of).run(actions)
+    head, edges, transfers, actions = plan.head, plan.edges, plan.transfers, plan.actions
+    units = starts([len(of) for of in head.parts])
+    source = units[edges.source_chunk] + edges.source_part
+    destination = units[edges.destination_chunk] + edges.destination_part
+    transfer_of = np.full((len(source), 2), -1, np.int64)
+    transfer_of[transfers.edge, transfers.phase] = np.arange(len(transfers.edge))
+    allocated, freed, num_buffers = buffer_numbers(plan)
+    needed = [_loads(graph, plan, number) for number in range(len(head.placement.chunks))]
+    loads = np.array([[set(names) == wanted for wanted in needed] for names in plan.loads], np.bool_)
+    code, worker, action, detail = _run(
+        actions.start,
+        actions.kind,
+        actions.first,
+        actions.second,
+        actions.phase,
+        actions.detail,
+        actions.allocation_start,
+        allocated,
+        actions.allocation_bytes,
+        actions.free_start,
+        freed,
+        num_buffers,
+        units,
+        source,
+        destination,
+        edges.grad,
+        transfer_of,
+        transfers.edge,
+        transfers.phase,
+        transfers.sender,
+        transfers.receiver,
+        transfers.num_bytes,
+        *_by_unit(destination, int(units[-1])),
+        *_by_unit(source, int(units[-1])),
+        loads.reshape(len(plan.loads), len(needed)),
+        np.array([bool(names) for names in needed], np.bool_),
+        np.diff(plan.order.start),
+    )
+    if code != FINE:
+        raise PlanError("actions", _words(plan, code, worker, action, detail, needed))
 
 
-class _WorkerCheck:
-    """The symbolic state of one worker."""
+def _loads(graph: ModelGraph, plan: FlatPlan, number: int) -> set[str]:
+    chunk = plan.head.placement.chunks[number]
+    layers = dict(positions(graph.by_name[chunk.module]))
+    return {name for p in inside(graph.by_name[chunk.module], chunk) for name in layers[p].loads}
 
-    def __init__(
-        self,
-        plan: Plan,
-        graph: ModelGraph,
-        worker: int,
-        incoming: dict[tuple[int, int], list[int]],
-        outgoing: dict[tuple[int, int], list[int]],
-        transfer_of: dict[tuple[int, Literal["F", "B"]], int],
-    ) -> None:
-        self.plan, self.graph, self.worker = plan, graph, worker
-        self.incoming, self.outgoing, self.transfer_of = incoming, outgoing, transfer_of
-        self.done: set[Stage] = set()
-        self.posted: set[int] = set()
-        self.waited: set[int] = set()
-        self.held: set[Buffer] = set()
-        self.freed: set[Buffer] = set()
 
-    def run(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            for buffer, num_bytes in allocations(action):
-                if buffer in self.held or buffer in self.freed:
-                    self.fail(action, f"allocates {buffer_name(buffer)} a second time")
-                if num_bytes < 0:
-                    self.fail(action, f"allocates {num_bytes} bytes for {buffer_name(buffer)}")
-                self.held.add(buffer)
-            match action:
-                case Load():
-                    self.load(action)
-                case Compute():
-                    self.compute(action)
-                case Post():
-                    self.post(action)
-                case Wait():
-                    if action.transfer not in self.posted or action.transfer in self.waited:
-                        self.fail(action, "waits for a transfer that it has not posted, or has already waited for")
-                    self.waited.add(action.transfer)
-                case Free():
-                    for buffer in action.buffers:
-                        self.free(action, buffer)
-                case Reduce() | Norm() | Step():
-                    if len(self.done) < len(self.plan.order[self.worker]):
-                        self.fail(action, "comes before the last stage")
-        mine = {n for n, t in enumerate(self.plan.transfers) if self.worker in (t.sender, t.receiver)}
-        if self.waited != mine:
-            raise PlanError(
-                "actions", f"worker {self.worker} does not wait for transfers {sorted(mine - self.waited)[:5]}"
-            )
-        if self.held:
-            left = ", ".join(buffer_name(buffer) for buffer in sorted(self.held)[:5])
-            raise PlanError("actions", f"worker {self.worker} never frees {left}")
+def _by_unit(unit: Ints, size: int) -> tuple[Ints, Ints]:
+    """Edges by unit: those of unit u from start[u] on."""
+    return starts(np.bincount(unit, minlength=size)), np.argsort(unit, kind="stable")
 
-    def load(self, action: Load) -> None:
-        if not 0 <= action.chunk < len(self.plan.placement.chunks):
-            self.fail(action, "is for a chunk that does not exist")
-        if set(action.names) != self.loads(action.chunk):
-            self.fail(action, f"should load {sorted(self.loads(action.chunk))}")
 
-    def loads(self, number: int) -> set[str]:
-        chunk = self.plan.placement.chunks[number]
-        layers = dict(positions(self.graph.by_name[chunk.module]))
-        return {name for p in inside(self.graph.by_name[chunk.module], chunk) for name in layers[p].loads}
-
-    def compute(self, action: Compute) -> None:
-        stage = action.stage
-        at = (stage.chunk, stage.part)
-        if stage.phase == "F":
-            if self.loads(stage.chunk) and Buffer("loaded", *at) not in self.held:
-                self.fail(action, "runs before its data is loaded")
-            for number in self.incoming.get(at, ()):
-                self.need(action, number, "F", Stage(*self.plan.edges[number].source, "F"))
-        elif stage.phase == "W":
-            if Stage(*at, "I") not in self.done or Buffer("weight", *at) not in self.held:
-                self.fail(action, "runs before I, or after what it needs is freed")
+def _words(plan: FlatPlan, code: int, worker: int, number: int, detail: int, needed: list[set[str]]) -> str:
+    """What is wrong, in words. `detail` is a transfer, an edge or the place of a buffer among all of its kind."""
+    if code == NEVER_WAITS:
+        mine = np.nonzero((plan.transfers.sender == worker) | (plan.transfers.receiver == worker))[0].tolist()
+        here = slice(plan.actions.start[worker], plan.actions.start[worker + 1])
+        waited = set(plan.actions.first[here][plan.actions.kind[here] == WAIT].tolist())
+        return f"worker {worker} does not wait for transfers {[t for t in mine if t not in waited][:5]}"
+    if code == NEVER_FREES:
+        return f"worker {worker} never frees {buffer_name(_buffer(plan, detail))}"
+    a = plan.actions
+    if code in (UNKNOWN_BUFFER, ALLOCATED_TWICE, NEGATIVE, FOREIGN_BUFFER):
+        kind, first, second = a.allocation_kind[detail], a.allocation_first[detail], a.allocation_second[detail]
+        buffer = buffer_name(Buffer(BUFFERS[kind], int(first), int(second)))
+        size = f"{a.allocation_bytes[detail]} bytes for " if code == NEGATIVE else ""
+        text = f"allocates {size}{buffer}" + (" a second time" if code == ALLOCATED_TWICE else "")
+    elif code in (NOT_HELD, FREED_EARLY, FREED_UNSENT, FREED_UNUSED):
+        freed, extra = divmod(detail, len(plan.edges.grad) + 1)
+        kind, first, second = a.free_kind[freed], a.free_first[freed], a.free_second[freed]
+        text = f"frees {buffer_name(Buffer(BUFFERS[kind], int(first), int(second)))}"
+        if code == NOT_HELD:
+            text += ", which is not held"
+        elif code == FREED_EARLY:
+            text += " before it is used"
+        elif code == FREED_UNSENT:
+            text += f" before a transfer of edge {extra} is sent"
         else:
-            if Stage(*at, "F") not in self.done or Buffer("saved", *at) not in self.held:
-                self.fail(action, "runs before its forward, or after what it saved is freed")
-            for number in self.outgoing.get(at, ()):
-                if self.plan.edges[number].grad:
-                    self.need(action, number, "B", *self.gradient_stages(self.plan.edges[number].destination))
-        expected = {"F": {"saved", "output"}, "B": {"gradient"}, "I": {"gradient", "weight"}, "W": set()}[stage.phase]
-        for buffer, _ in action.allocations:
-            if buffer.kind not in expected or (buffer.first, buffer.second) != at:
-                self.fail(action, f"allocates {buffer_name(buffer)}")
-        self.done.add(stage)
+            text += f" before {_user(plan, int(kind), extra)} has used it"
+    else:
+        wanted = sorted(needed[int(a.first[number])]) if code == LOADS_OTHERS else []
+        text = {
+            LOADS_NOTHING: "is for a chunk that does not exist",
+            LOADS_OTHERS: f"should load {wanted}",
+            NOT_LOADED: "runs before its data is loaded",
+            NO_INPUT: f"runs before {_producer(plan, detail)}, which it depends on",
+            NOT_RECEIVED: f"runs before transfer {detail} is waited for, or after it is freed",
+            NO_INPUT_HALF: "runs before I, or after what it needs is freed",
+            NOT_SAVED: "runs before its forward, or after what it saved is freed",
+            NO_TRANSFER: "is for a transfer that does not exist",
+            NOT_ITS_POST: "is not this worker's, or is posted twice",
+            WRONG_RECEIVE: "must allocate exactly the tensor that it receives",
+            SENT_EARLY: f"sends what {_producer(plan, detail)} has not produced yet",
+            WAITS_WRONGLY: "waits for a transfer that it has not posted, or has already waited for",
+            BEFORE_LAST: "comes before the last stage",
+        }[code]
+    return f"worker {worker}: {describe(plan.action(number))} {text}"
 
-    def gradient_stages(self, at: tuple[int, int]) -> tuple[Stage, ...]:
-        return Stage(*at, "B"), Stage(*at, "I")
 
-    def need(self, action: Compute, number: int, phase: Literal["F", "B"], *producers: Stage) -> None:
-        """The tensor of an edge is here: received and waited for, or produced by a stage of this worker."""
-        if (number, phase) in self.transfer_of:
-            transfer = self.transfer_of[number, phase]
-            if transfer not in self.waited or Buffer("received", transfer) not in self.held:
-                self.fail(action, f"runs before transfer {transfer} is waited for, or after it is freed")
-        elif not self.done.intersection(producers):
-            self.fail(action, f"runs before {producers[0]}, which it depends on")
+def _buffer(plan: FlatPlan, number: int) -> Buffer:
+    units = starts([len(of) for of in plan.head.parts])
+    kind, unit = divmod(number, int(units[-1]))
+    if kind >= len(BUFFERS):
+        return Buffer("received", number - len(BUFFERS) * int(units[-1]))
+    chunk = int(np.searchsorted(units, unit, side="right")) - 1
+    return Buffer(BUFFERS[kind], chunk, unit - int(units[chunk]))
 
-    def post(self, action: Post) -> None:
-        if not 0 <= action.transfer < len(self.plan.transfers):
-            self.fail(action, "is for a transfer that does not exist")
-        transfer = self.plan.transfers[action.transfer]
-        if self.worker not in (transfer.sender, transfer.receiver) or action.transfer in self.posted:
-            self.fail(action, "is not this worker's, or is posted twice")
-        self.posted.add(action.transfer)
-        received = (Buffer("received", action.transfer), transfer.num_bytes)
-        wanted = (received,) if transfer.receiver == self.worker else ()
-        if tuple(tuple(a) for a in action.allocations) != wanted:
-            self.fail(action, "must allocate exactly the tensor that it receives")
-        if transfer.sender == self.worker:
-            edge = self.plan.edges[transfer.edge]
-            producers = (Stage(*edge.source, "F"),) if transfer.phase == "F" else self.gradient_stages(edge.destination)
-            if not self.done.intersection(producers):
-                self.fail(action, f"sends what {producers[0]} has not produced yet")
 
-    def free(self, action: Free, buffer: Buffer) -> None:
-        if buffer not in self.held:
-            self.fail(action, f"frees {buffer_name(buffer)}, which is not held")
-        at = (buffer.first, buffer.second)
-        if buffer.kind == "received":
-            transfer = self.plan.transfers[buffer.first]
-            edge = self.plan.edges[transfer.edge]
-            users = (Stage(*edge.destination, "F"),) if transfer.phase == "F" else self.gradient_stages(edge.source)
-            if not self.done.intersection(users):
-                self.fail(action, f"frees {buffer_name(buffer)} before {users[0]} has used it")
-        elif buffer.kind in ("output", "saved", "gradient"):
-            if buffer.kind == "saved" and not self.done.intersection(self.gradient_stages(at)):
-                self.fail(action, f"frees {buffer_name(buffer)} before it is used")
-            edges = self.incoming if buffer.kind == "gradient" else self.outgoing
-            phase: Literal["F", "B"] = "B" if buffer.kind == "gradient" else "F"
-            for number in edges.get(at, ()):
-                edge = self.plan.edges[number]
-                if phase == "B" and not edge.grad:
-                    continue
-                if (number, phase) in self.transfer_of:
-                    if self.transfer_of[number, phase] not in self.waited:
-                        self.fail(
-                            action,
-                            f"frees {buffer_name(buffer)} before transfer {self.transfer_of[number, phase]} is sent",
-                        )
-                    continue
-                user = (Stage(*edge.destination, "F"),) if phase == "F" else self.gradient_stages(edge.source)
-                if not self.done.intersection(user):
-                    self.fail(action, f"frees {buffer_name(buffer)} before {user[0]} has used it")
-        else:
-            last = {"loaded": ("F",), "weight": ("W",)}[buffer.kind]
-            if not self.done.intersection({Stage(*at, phase) for phase in last}):  # type: ignore[arg-type]
-                self.fail(action, f"frees {buffer_name(buffer)} before it is used")
-        self.held.remove(buffer)
-        self.freed.add(buffer)
+def _producer(plan: FlatPlan, edge_and_phase: int) -> Stage:
+    """The stage that produces an edge's tensor (even numbers: 2 * edge) or its gradient (odd ones)."""
+    edge, backward = divmod(edge_and_phase, 2)
+    edges = plan.edges
+    if backward:
+        return Stage(int(edges.destination_chunk[edge]), int(edges.destination_part[edge]), "B")
+    return Stage(int(edges.source_chunk[edge]), int(edges.source_part[edge]), "F")
 
-    def fail(self, action: Action, what: str) -> None:
-        raise PlanError("actions", f"worker {self.worker}: {describe(action, self.plan)} {what}")
+
+def _user(plan: FlatPlan, kind: int, edge: int) -> Stage:
+    """The stage that takes what is in a buffer, along an edge."""
+    edges = plan.edges
+    if kind in (SAVED, OUTPUT):
+        return Stage(int(edges.destination_chunk[edge]), int(edges.destination_part[edge]), "F")
+    return Stage(int(edges.source_chunk[edge]), int(edges.source_part[edge]), "B")
+
+
+@numba.njit(cache=True)
+def _run(  # type: ignore[no-untyped-def]
+    start,
+    kind,
+    first,
+    second,
+    phase,
+    detail,
+    allocation_start,
+    allocated,
+    allocation_bytes,
+    free_start,
+    freed,
+    num_buffers,
+    units,
+    source,
+    destination,
+    grad,
+    transfer_of,
+    transfer_edge,
+    transfer_phase,
+    sender,
+    receiver,
+    transfer_bytes,
+    incoming_start,
+    incoming,
+    outgoing_start,
+    outgoing,
+    loads,
+    must_load,
+    num_stages,
+):
+    """(code, worker, action, detail) of the first thing that is wrong."""
+    num_units, num_kinds, num_edges = units[-1], len(BUFFERS), len(source)
+    num_transfers, num_chunks = len(sender), len(units) - 1
+    f, b, i_, w_ = 0, 1, 2, 3  # phases
+    for w in range(len(start) - 1):
+        done = np.zeros((num_units, len(PHASES)), np.bool_)
+        posted, waited = np.zeros(num_transfers, np.bool_), np.zeros(num_transfers, np.bool_)
+        held, gone = np.zeros(num_buffers, np.bool_), np.zeros(num_buffers, np.bool_)
+        computed = 0
+        for a in range(start[w], start[w + 1]):
+            what, x = kind[a], first[a]
+            for k in range(allocation_start[a], allocation_start[a + 1]):
+                buffer = allocated[k]
+                if buffer < 0:
+                    return UNKNOWN_BUFFER, w, a, k
+                if held[buffer] or gone[buffer]:
+                    return ALLOCATED_TWICE, w, a, k
+                if allocation_bytes[k] < 0:
+                    return NEGATIVE, w, a, k
+                held[buffer] = True
+            if what == LOAD:
+                if not 0 <= x < num_chunks:
+                    return LOADS_NOTHING, w, a, 0
+                if not loads[detail[a], x]:
+                    return LOADS_OTHERS, w, a, 0
+            elif what == COMPUTE:
+                u, p = units[x] + second[a], phase[a]
+                if p == f:
+                    if must_load[x] and not held[LOADED * num_units + u]:
+                        return NOT_LOADED, w, a, 0
+                    for k in range(incoming_start[u], incoming_start[u + 1]):
+                        e = incoming[k]
+                        t = transfer_of[e, 0]
+                        if t >= 0:
+                            if not waited[t] or not held[num_kinds * num_units + t]:
+                                return NOT_RECEIVED, w, a, t
+                        elif not done[source[e], f]:
+                            return NO_INPUT, w, a, 2 * e
+                elif p == w_:
+                    if not done[u, i_] or not held[WEIGHT * num_units + u]:
+                        return NO_INPUT_HALF, w, a, 0
+                else:
+                    if not done[u, f] or not held[SAVED * num_units + u]:
+                        return NOT_SAVED, w, a, 0
+                    for k in range(outgoing_start[u], outgoing_start[u + 1]):
+                        e = outgoing[k]
+                        if grad[e]:
+                            t = transfer_of[e, 1]
+                            if t >= 0:
+                                if not waited[t] or not held[num_kinds * num_units + t]:
+                                    return NOT_RECEIVED, w, a, t
+                            elif not (done[destination[e], b] or done[destination[e], i_]):
+                                return NO_INPUT, w, a, 2 * e + 1
+                for k in range(allocation_start[a], allocation_start[a + 1]):
+                    of = allocated[k] // num_units
+                    if p == f:
+                        expected = of in (SAVED, OUTPUT)
+                    elif p == w_:
+                        expected = False
+                    else:
+                        expected = of == GRADIENT or (of == WEIGHT and p == i_)
+                    if not expected or allocated[k] % num_units != u:
+                        return FOREIGN_BUFFER, w, a, k
+                done[u, p] = True
+                computed += 1
+            elif what == POST:
+                if not 0 <= x < num_transfers:
+                    return NO_TRANSFER, w, a, 0
+                if (sender[x] != w and receiver[x] != w) or posted[x]:
+                    return NOT_ITS_POST, w, a, 0
+                posted[x] = True
+                count, k = allocation_start[a + 1] - allocation_start[a], allocation_start[a]
+                if receiver[x] == w:
+                    right = count == 1 and allocated[k] == num_kinds * num_units + x
+                    if not right or allocation_bytes[k] != transfer_bytes[x]:
+                        return WRONG_RECEIVE, w, a, 0
+                elif count > 0:
+                    return WRONG_RECEIVE, w, a, 0
+                if sender[x] == w:
+                    e = transfer_edge[x]
+                    if transfer_phase[x] == 0:
+                        produced = done[source[e], f]
+                    else:
+                        produced = done[destination[e], b] or done[destination[e], i_]
+                    if not produced:
+                        return SENT_EARLY, w, a, 2 * e + transfer_phase[x]
+            elif what == WAIT:
+                if not 0 <= x < num_transfers or not posted[x] or waited[x]:
+                    return WAITS_WRONGLY, w, a, 0
+                waited[x] = True
+            elif what == FREE:
+                for k in range(free_start[a], free_start[a + 1]):
+                    buffer = freed[k]
+                    place = k * (num_edges + 1)
+                    if buffer < 0 or not held[buffer]:
+                        return NOT_HELD, w, a, place
+                    of, u = buffer // num_units, buffer % num_units
+                    if of >= num_kinds:
+                        t = buffer - num_kinds * num_units
+                        e = transfer_edge[t]
+                        if transfer_phase[t] == 0:
+                            used = done[destination[e], f]
+                        else:
+                            used = done[source[e], b] or done[source[e], i_]
+                        if not used:
+                            return FREED_EARLY, w, a, place
+                    elif of in (LOADED, WEIGHT):
+                        if not done[u, f if of == LOADED else w_]:
+                            return FREED_EARLY, w, a, place
+                    elif of == GRADIENT:
+                        for j in range(incoming_start[u], incoming_start[u + 1]):
+                            e = incoming[j]
+                            if grad[e]:
+                                t = transfer_of[e, 1]
+                                if t >= 0:
+                                    if not waited[t]:
+                                        return FREED_UNSENT, w, a, place + e
+                                elif not (done[source[e], b] or done[source[e], i_]):
+                                    return FREED_UNUSED, w, a, place + e
+                    else:
+                        if of == SAVED and not (done[u, b] or done[u, i_]):
+                            return FREED_EARLY, w, a, place
+                        for j in range(outgoing_start[u], outgoing_start[u + 1]):
+                            e = outgoing[j]
+                            t = transfer_of[e, 0]
+                            if t >= 0:
+                                if not waited[t]:
+                                    return FREED_UNSENT, w, a, place + e
+                            elif not done[destination[e], f]:
+                                return FREED_UNUSED, w, a, place + e
+                    held[buffer] = False
+                    gone[buffer] = True
+            elif (what in (REDUCE, NORM, STEP)) and computed < num_stages[w]:
+                return BEFORE_LAST, w, a, 0
+        for t in range(num_transfers):
+            if (sender[t] == w or receiver[t] == w) and not waited[t]:
+                return NEVER_WAITS, w, 0, t
+        for buffer in range(num_buffers):
+            if held[buffer]:
+                return NEVER_FREES, w, 0, buffer
+    return FINE, 0, 0, 0

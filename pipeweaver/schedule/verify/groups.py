@@ -6,17 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.schedule.ir import (
-    Norm,
-    Plan,
-    Reduce,
-    Step,
-)
+from pipeweaver.schedule.flat import NORM, REDUCE, STEP, FlatPlan
 from pipeweaver.schedule.verify.words import PlanError
 
 
-def check_groups(plans: Sequence[Plan], graph: ModelGraph) -> None:
-    plan = plans[0]
+def check_groups(plans: Sequence[FlatPlan], graph: ModelGraph) -> None:
+    plan = plans[0].head
     holders: dict[str, set[int]] = {}
     for chunk in plan.placement.chunks:
         module = graph.by_name[chunk.module]
@@ -43,17 +38,21 @@ def check_groups(plans: Sequence[Plan], graph: ModelGraph) -> None:
                     "groups",
                     f"{name} is held by workers {sorted(holders[name])}, group {number} has {list(group.holders)}",
                 )
-    for plan in plans:
-        for worker, actions in enumerate(plan.actions):
-            ending = [action for action in actions if isinstance(action, Reduce | Norm | Step)]
+    names = {REDUCE: "Reduce", NORM: "Norm", STEP: "Step"}
+    for one in plans:
+        actions = one.actions
+        for worker in range(one.num_workers):
+            here = slice(actions.start[worker], actions.start[worker + 1])
+            ending = actions.kind[here] >= REDUCE
+            pairs = zip(actions.kind[here][ending].tolist(), actions.first[here][ending].tolist(), strict=True)
+            got = [(names[kind], group if kind == REDUCE else -1) for kind, group in pairs]
             expected = [
                 ("Reduce", number)
                 for number, group in enumerate(plan.groups)
                 if worker in group.holders and len(group.holders) * len(plans) > 1
             ]
-            got = [(type(action).__name__, getattr(action, "group", -1)) for action in ending]
-            wanted = [] if plan.forward_only else [*expected, ("Norm", -1), ("Step", -1)]
+            wanted = [] if one.head.forward_only else [*expected, ("Norm", -1), ("Step", -1)]
             if sorted(got) != sorted(wanted) or got[len(expected) :] != wanted[len(expected) :]:
                 raise PlanError(
-                    "groups", f"replica {plan.replica} worker {worker} ends with {got}; it should end with {wanted}"
+                    "groups", f"replica {one.head.replica} worker {worker} ends with {got}; it should end with {wanted}"
                 )

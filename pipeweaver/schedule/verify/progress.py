@@ -2,81 +2,104 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 
-from pipeweaver.schedule.ir import (
-    Norm,
-    Plan,
-    Post,
-    Reduce,
-    Wait,
-)
+import numba
+import numpy as np
+
+from pipeweaver.schedule.flat import NORM, POST, REDUCE, WAIT, FlatPlan
 from pipeweaver.schedule.verify.words import PlanError, describe
 
 
-def check_progress(plans: Sequence[Plan], per_worker: bool) -> None:
-    """Run all lists against queues of transfers, whose head completes when it is the head at both ends."""
-    lists = [(plan.replica, worker, actions) for plan in plans for worker, actions in enumerate(plan.actions)]
-    queues: dict[tuple[int, ...], deque[int]] = {}
-    completed: set[tuple[int, int]] = set()
-    arrived: Counter[tuple[str, int]] = Counter()
-    joined: set[tuple[int, int]] = set()
-    place = [0] * len(lists)
+def check_progress(plans: Sequence[FlatPlan], per_worker: bool) -> None:
+    """Run all lists against queues of transfers, whose head completes when it is the head at both ends.
 
-    def queue(replica: int, worker: int, transfer: int) -> deque[int]:
-        """The queue of a worker's end: towards one peer, or towards all."""
-        ends = plans[replica].transfers[transfer]
-        peer = ends.receiver if ends.sender == worker else ends.sender
-        return queues.setdefault((replica, worker) if per_worker else (replica, worker, peer), deque())
+    A worker has one queue towards each peer, or, `per_worker`, one towards all.
+    """
+    workers, transfers = plans[0].num_workers, [len(plan.transfers.edge) for plan in plans]
+    kind = np.concatenate([plan.actions.kind for plan in plans])
+    argument = np.concatenate([plan.actions.first for plan in plans])
+    lengths = [len(plan.actions.kind) for plan in plans]
+    bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    starts = np.concatenate([plan.actions.start[:-1] + base for plan, base in zip(plans, bases[:-1], strict=True)])
+    starts = np.append(starts, bases[-1])
+    shift = np.repeat(np.cumsum([0, *transfers[:-1]]), lengths)
+    moves = (kind == POST) | (kind == WAIT)
+    argument = argument + shift * moves
+    groups = plans[0].head.groups
+    members = np.array([*(len(group.holders) for group in groups), workers], np.int64) * len(plans)
+    argument = np.where(kind == NORM, len(groups), argument)
+    first_worker = [number * workers for number in range(len(plans))]
+    ends = [
+        np.concatenate([one + base for one, base in zip(side, first_worker, strict=True)])
+        for side in zip(*((plan.transfers.sender, plan.transfers.receiver) for plan in plans), strict=True)
+    ]
+    place = _run(kind, argument, starts, ends[0], ends[1], members, workers, per_worker)
+    stuck = np.nonzero(place < starts[1:])[0].tolist()
+    if stuck:
+        lines = []
+        for number in stuck[:8]:
+            replica, worker = divmod(number, workers)
+            plan = plans[replica]
+            action = plan.action(int(place[number] - bases[replica]))
+            lines.append(f"replica {plan.head.replica} worker {worker} at {describe(action)}")
+        reading = "one queue per worker" if per_worker else "one queue per pair of workers"
+        raise PlanError("progress", f"deadlock with {reading}: {'; '.join(lines)}")
 
-    def settle(replica: int, transfer: int) -> None:
-        """Complete a transfer that heads both queues, and what that brings to the front."""
-        pending = [transfer]
-        while pending:
-            number = pending.pop()
-            ends = plans[replica].transfers[number]
-            both = [queue(replica, worker, number) for worker in (ends.sender, ends.receiver)]
-            if all(q and q[0] == number for q in both):
-                completed.add((replica, number))
-                for q in both:
-                    q.popleft()
-                    if q:
-                        pending.append(q[0])
 
-    def members(action: Reduce | Norm) -> int:
-        workers = (
-            len(plans[0].groups[action.group].holders) if isinstance(action, Reduce) else plans[0].placement.workers
-        )
-        return workers * len(plans)
-
+@numba.njit(cache=True)
+def _run(kind, argument, starts, sender, receiver, members, workers, per_worker):  # type: ignore[no-untyped-def]
+    """Place at which each list stands when none goes on. Queues are chains of transfers: `follower[t, end]` is what
+    was posted after t at that end, `head[queue]` and `tail[queue]` their ends, -1 for none."""
+    num_lists = len(starts) - 1
+    num_queues = num_lists if per_worker else num_lists * workers
+    head, tail = np.full(num_queues, -1, np.int64), np.full(num_queues, -1, np.int64)
+    follower = np.full((len(sender), 2), -1, np.int64)
+    completed = np.zeros(len(sender), np.bool_)
+    arrived = np.zeros(len(members), np.int64)
+    joined = np.zeros(num_lists, np.bool_)  # the meeting that the list stands at
+    place = starts[:-1].copy()
+    pending = np.empty(2 * len(sender) + 2, np.int64)
     advanced = True
     while advanced:
         advanced = False
-        for i, (replica, worker, actions) in enumerate(lists):
-            while place[i] < len(actions):
-                action = actions[place[i]]
-                if isinstance(action, Post):
-                    queue(replica, worker, action.transfer).append(action.transfer)
-                    settle(replica, action.transfer)
-                elif isinstance(action, Wait):
-                    if (replica, action.transfer) not in completed:
+        for w in range(num_lists):
+            while place[w] < starts[w + 1]:
+                what, x = kind[place[w]], argument[place[w]]
+                if what == POST:
+                    q = w if per_worker else w * workers + (receiver[x] if sender[x] == w else sender[x]) % workers
+                    if head[q] < 0:
+                        head[q] = x
+                    else:
+                        follower[tail[q], 0 if sender[tail[q]] == w else 1] = x
+                    tail[q] = x
+                    # Complete what heads both queues, and what that brings to the front.
+                    pending[0], size = x, 1
+                    while size > 0:
+                        size -= 1
+                        t = pending[size]
+                        s, r = sender[t], receiver[t]
+                        qs = s if per_worker else s * workers + r % workers
+                        qr = r if per_worker else r * workers + s % workers
+                        if not completed[t] and head[qs] == t and head[qr] == t:
+                            completed[t] = True
+                            for end in range(2):
+                                q2 = qs if end == 0 else qr
+                                head[q2] = follower[t, end]
+                                if head[q2] >= 0:
+                                    pending[size] = head[q2]
+                                    size += 1
+                elif what == WAIT:
+                    if not completed[x]:
                         break
-                elif isinstance(action, Reduce | Norm):
-                    key = ("reduce", action.group) if isinstance(action, Reduce) else ("norm", 0)
-                    if (i, place[i]) not in joined:
-                        joined.add((i, place[i]))
-                        arrived[key] += 1
+                elif what in (REDUCE, NORM):
+                    if not joined[w]:
+                        joined[w] = True
+                        arrived[x] += 1
                         advanced = True
-                    if arrived[key] < members(action):
+                    if arrived[x] < members[x]:
                         break
-                place[i] += 1
+                    joined[w] = False
+                place[w] += 1
                 advanced = True
-    stuck = [
-        f"replica {replica} worker {worker} at {describe(actions[place[i]], plans[replica])}"
-        for i, (replica, worker, actions) in enumerate(lists)
-        if place[i] < len(actions)
-    ]
-    if stuck:
-        reading = "one queue per worker" if per_worker else "one queue per pair of workers"
-        raise PlanError("progress", f"deadlock with {reading}: {'; '.join(stuck[:8])}")
+    return place

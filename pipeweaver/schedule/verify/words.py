@@ -7,7 +7,6 @@ from pipeweaver.schedule.ir import (
     Buffer,
     Compute,
     Load,
-    Plan,
     Post,
     Reduce,
     Wait,
@@ -26,7 +25,7 @@ def buffer_name(buffer: Buffer) -> str:
     return f"{buffer.kind} {buffer.first}" + ("" if buffer.kind == "received" else f".{buffer.second}")
 
 
-def describe(action: Action, plan: Plan) -> str:
+def describe(action: Action) -> str:
     match action:
         case Compute():
             return str(action.stage)
