@@ -1,4 +1,4 @@
-"""The command line: `pipeweaver plan`, `train` and `calibrate`, each on one TOML file.
+"""The command line: `pipeweaver plan`, `train`, `calibrate` and `estimate`, each on one TOML file, and `validate`.
 
 Exit codes: 0 done; 1 a run that failed; 2 a mistake of the user, told in one line on stderr; 130 Ctrl-C.
 torch is imported by what a command does, not here: `--help` answers at once.
@@ -72,6 +72,41 @@ def plan(
         print_plan(plans, job.workers.memory_bytes)
         for path in write_plans(job.output, plans):
             print(f"wrote {path}")
+
+
+@app.command()
+def estimate(
+    config: Config,
+    overrides: Overrides = None,
+    machine: Annotated[
+        str, typer.Option("--machine", help="A shipped machine (H800, A100…) or a machine file.")
+    ] = "cpu",
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="Devices per worker.")] = 1,
+    step: Annotated[int, typer.Option("--step", min=0, help="Estimate the batch of this step.")] = 0,
+) -> None:
+    """Step time, MFU and memory of a job on a machine that need not be here. Trains and measures nothing."""
+    with _mistakes():
+        job = _load(config, overrides)
+        _check(job)
+        from pipeweaver.semu.estimate import estimate as estimate_step
+        from pipeweaver.semu.estimate import render
+
+        print("\n".join(render(estimate_step(job, machine, tensor_parallel=tensor_parallel, step=step))))
+
+
+@app.command()
+def validate(
+    measured: Annotated[
+        Path, typer.Argument(metavar="FILE.csv", help="Measured step times; docs/semu.md has the columns.")
+    ],
+    machine: Annotated[str, typer.Option("--machine", help="A shipped machine (A100, B200…) or a machine file.")],
+) -> None:
+    """Measured runs against the emulator: errors row by row; the last line is one JSON object."""
+    with _mistakes():
+        from pipeweaver.semu.validate import render
+        from pipeweaver.semu.validate import validate as validate_rows
+
+        print("\n".join(render(validate_rows(measured, machine))))
 
 
 @app.command()

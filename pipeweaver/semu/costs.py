@@ -122,6 +122,16 @@ class SemuCosts:
             total += run.repeats * _duration_ns(self._layer(run.layer, items, links, sizes, copies), run.backward)
         return round(total / copies)
 
+    def flops(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> float:
+        """Model FLOPs of forward and backward of the items over the whole module: what a causal kernel skips and what
+        no loss needs left out."""
+        sizes = self._sizes(items, links)
+        total = 0.0
+        for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
+            cost = self._layer(run.layer, items, links, sizes)
+            total += run.repeats * sum(cost.phase_flops[phase] for phase in ("FIW" if run.backward else "F"))
+        return total
+
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
         if sender == receiver:
             return 0

@@ -27,7 +27,6 @@ from pipeweaver.semu.layer import (
     BYTES_WHOLE,
     COUNT,
     COUNTED_FLOPS,
-    FLOPS,
     GATHERED,
     LIVE_ROWS,
     LIVE_SPLIT,
@@ -82,7 +81,7 @@ class LayerCost:
     """A layer on one device of its worker. Times in ns (float), memory in bytes.
 
     `operator_ns` [operators] and `exchange_ns` [exchanges] are in the order of the counts, `phase_ns` sums them
-    by phase F, I and W. `guessed_ns` is the part of the time that rests on no measurement of this machine,
+    by phase F, I and W, `phase_flops` the FLOPs of all devices of the worker. `guessed_ns` is the part of the time that rests on no measurement of this machine,
     `num_guessed` counts its launches. `saved_bytes`, `weight_bytes` and `shared_bytes` as in
     `Counts.memory`. `forward_live` and
     `backward_live` are peaks of what the layer holds while it runs, parameters and inputs aside.
@@ -92,7 +91,7 @@ class LayerCost:
     operator_ns: Floats
     exchange_ns: Floats
     phase_ns: dict[str, float]
-    flops: float
+    phase_flops: dict[str, float]
     guessed_ns: float
     num_guessed: int
     saved_bytes: int
@@ -138,6 +137,7 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
     sums = np.bincount(plan.phase, operator_ns, 3)
     if len(exchange_ns):
         sums += np.bincount(plan.exchange_phase, exchange_ns, 3)
+    work = np.bincount(plan.phase, table[:, COUNTED_FLOPS], 3)
     live = table[:, LIVE_WHOLE] + table[:, LIVE_SPLIT] / degree + table[:, LIVE_ROWS] / layout.row_cut
     if layout.row_cut > 1:
         live = live + table[:, GATHERED]
@@ -147,7 +147,7 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
         operator_ns=operator_ns,
         exchange_ns=exchange_ns,
         phase_ns={"F": float(sums[0]), "I": float(sums[1]), "W": float(sums[2])},
-        flops=float(table[:, FLOPS].sum()),
+        phase_flops={"F": float(work[0]), "I": float(work[1]), "W": float(work[2])},
         guessed_ns=float(operator_ns[guessed].sum()) + (0.0 if machine.calibrated else float(exchange_ns.sum())),
         num_guessed=int(count[guessed].sum()),
         saved_bytes=int(saved),

@@ -11,6 +11,7 @@ Two sets of columns are known (`docs/semu.md` says what each means):
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
@@ -60,7 +61,11 @@ def read_measured(path: str | Path) -> tuple[Measured, ...]:
     Raises ValueError, naming file, line and column, at columns that are neither set, at a value that is
     missing, no number, or not above zero, and at layouts that do not fit.
     """
-    with Path(path).open(newline="", encoding="utf-8") as file:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    with io.StringIO(text, newline="") as file:
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []
         if set(VTRAIN) <= set(columns):

@@ -1,0 +1,151 @@
+"""What a job would do on a machine that is not at hand: step time, MFU, memory per worker with its parts.
+
+    found = estimate(load("job.toml"), "H800", tensor_parallel=8)
+    print("\\n".join(render(found)))
+
+Plans are those that training would make, with emulated costs in place of measured ones; `workers.memory`, or the
+memory of a worker's devices, is the budget. MFU counts forward and backward of every item once, causal attention by
+its share, over the peak of all devices for the whole step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from pipeweaver.cluster import format_bytes
+from pipeweaver.config import Job
+from pipeweaver.data.items import linked
+from pipeweaver.runtime import prepare
+from pipeweaver.runtime.ahead import plan_batch
+from pipeweaver.schedule.ir import Action, Compute, Free, Plan
+from pipeweaver.schedule.memory import allocations, held_bytes
+from pipeweaver.semu.costs import Coverage, SemuCosts
+from pipeweaver.semu.machine import Machine, load_machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most that a worker holds: while which action, and of what, bytes by name. "static" is parameters,
+    gradients and optimizer state; the others are kinds of buffers, and "workspace"."""
+
+    action: str
+    parts: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Plans of all replicas for one step, and what follows from them. `flops` by module, over all replicas."""
+
+    plans: tuple[Plan, ...]
+    machine: Machine
+    tensor_parallel: int
+    dtype: str
+    flops: dict[str, float]
+    coverage: Coverage
+
+    @property
+    def step_ns(self) -> int:
+        return max(plan.prediction.step_ns for plan in self.plans if plan.prediction is not None)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(plan.placement.workers for plan in self.plans) * self.tensor_parallel
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what all devices could have done in the step's time."""
+        possible = self.num_devices * self.machine.peak(self.dtype) * self.step_ns / 1e9
+        return sum(self.flops.values()) / possible
+
+
+def estimate(job: Job, machine: str, *, tensor_parallel: int = 1, step: int = 0) -> Estimate:
+    """Estimate a step of a job on a machine.
+
+    Raises ValueError if there is no such machine or dtype, the model cannot be placed, or memory does not suffice.
+    """
+    device = load_machine(machine)
+    graph = prepare.job_graph(job)
+    dataset = prepare.job_datasets(job)["train"]
+    loader = prepare.job_loader(job, dataset)
+    costs = SemuCosts(
+        graph,
+        device,
+        tensor_parallel=tensor_parallel,
+        dtype=job.run.dtype,
+        widths=dataset.widths,
+        workers=job.workers.pipeline,
+    )
+    budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
+    planning = prepare.place(job, graph, loader, costs, budget)
+    plans = plan_batch(planning, next(islice(loader, step, None)))
+    flops: dict[str, float] = {}
+    for plan in plans:
+        sources = linked(plan.items, plan.links)
+        for module in graph.by_name:
+            mine = [i for i, item in enumerate(plan.items) if item.module == module]
+            found = costs.flops(module, [plan.items[i] for i in mine], [sources[i] for i in mine])
+            flops[module] = flops.get(module, 0.0) + found
+    return Estimate(
+        plans=plans,
+        machine=device,
+        tensor_parallel=tensor_parallel,
+        dtype=job.run.dtype,
+        flops=flops,
+        coverage=costs.coverage,
+    )
+
+
+def peak(plan: Plan, worker: int) -> Peak:
+    """What a worker holds where it holds most."""
+    during = held_bytes(plan, worker)[1]
+    actions = plan.actions[worker]
+    highest = max(range(len(actions)), key=lambda i: during[i], default=-1)
+    sizes: dict[object, tuple[str, int]] = {}
+    for action in actions[: highest + 1]:
+        for buffer, num_bytes in allocations(action):
+            sizes[buffer] = (buffer.kind, num_bytes)
+        if isinstance(action, Free) and action is not actions[highest]:
+            for buffer in action.buffers:
+                del sizes[buffer]
+    parts = {"static": plan.static_bytes[worker]}
+    for kind, num_bytes in sizes.values():
+        parts[kind] = parts.get(kind, 0) + num_bytes
+    last = actions[highest] if actions else None
+    if isinstance(last, Compute):
+        parts["workspace"] = last.workspace_bytes
+    return Peak(action=_text(last), parts=parts)
+
+
+def render(found: Estimate) -> list[str]:
+    """Step time, MFU with FLOPs per module, memory per worker, and how much rests on defaults."""
+    lines = [
+        f"step time {found.step_ns / 1e9:.4g} s on {found.num_devices} x {found.machine.name}, MFU {found.mfu:.1%}",
+        "model FLOPs per step: " + ", ".join(f"{name} {flops:.3g}" for name, flops in found.flops.items()),
+    ]
+    for plan in found.plans:
+        for worker in range(plan.placement.workers):
+            most = peak(plan, worker)
+            owner = max(most.parts, key=lambda name: most.parts[name])
+            listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in most.parts.items() if size)
+            replica = f"replica {plan.replica} " if len(found.plans) > 1 else ""
+            lines.append(
+                f"{replica}worker {worker}: peak {format_bytes(most.num_bytes)} at {most.action}, "
+                f"most of it {owner}: {listed}"
+            )
+    coverage, machine = found.coverage, found.machine
+    lines.append(
+        f"machine {machine.name}: {machine.calibrated or 'not calibrated'}; {coverage.guessed_share:.0%} of the time "
+        f"({coverage.num_guessed} launches) rests on defaults; {machine.source}"
+    )
+    return lines
+
+
+def _text(action: Action | None) -> str:
+    if isinstance(action, Compute):
+        return str(action.stage)
+    return "no action" if action is None else type(action).__name__.lower()
