@@ -87,7 +87,9 @@ def estimate(
     """Step time, MFU and memory of a job on a machine that need not be here. Trains and measures nothing."""
     with _mistakes():
         job = _load(config, overrides)
-        _check(job)
+        from pipeweaver.commands import check
+
+        check(job)
         from pipeweaver.semu.estimate import estimate as estimate_step
         from pipeweaver.semu.estimate import render
 

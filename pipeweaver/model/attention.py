@@ -51,7 +51,7 @@ def attend(
         kernel = _variable_length_kernel()
         if kernel is not None:
             return _attend_packed(kernel, q, k, v, lengths, key_lengths, causal)
-    return attend_by_length(q, k, v, lengths, key_lengths, causal)
+    return _attend_by_length(q, k, v, lengths, key_lengths, causal)
 
 
 def rotary(coordinates: Sequence[Tensor], head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def positions(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(device, non_blocking=True)
 
 
-def attend_by_length(
+def _attend_by_length(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], causal: bool
 ) -> Tensor:
     """`attend` by torch's own kernels, one batched call for each run of sequences of equal length."""

@@ -304,11 +304,12 @@ class SemuCosts:
             found = self._items[id(item)] = (item, self._numbers.setdefault(key, len(self._numbers)))
         return found[1]
 
-    def _parameters(self, layer: str) -> Parameters:
-        name, _, rest = layer.partition(".")
-        places = {"before": -1, "after": len(self.graph.by_name[name].layers)}
-        position = places[rest] if rest in places else int(rest.removeprefix("layers."))
-        return self._modules[name][position][0].parameters
+    def _parameters(self, name: str) -> Parameters:
+        """Of a layer ("language.layers.3") or of one parameter of it ("language.before.embedding.weight")."""
+        module, place, *rest = name.split(".")
+        ends = {"before": -1, "after": len(self.graph.by_name[module].layers)}
+        position = ends[place] if place in ends else int(rest.pop(0))
+        return self._modules[module][position][0].parameters(".".join(rest))
 
 
 _OPTIMIZERS = {

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeweaver.model.attention import attend, attend_by_length
+from pipeweaver.model.attention import attend
 from pipeweaver.semu.trace import Kind, record
 
 
@@ -188,8 +188,10 @@ def _attend_on_cpu(
     *,
     causal: bool = False,
 ) -> Tensor:
-    with device_kernels("cpu"):
-        return attend_by_length(query, key, value, lengths, lengths if key_lengths is None else key_lengths, causal)
+    """The same, where sequences of different lengths take a call each and their results are put together after."""
+    out = _attend(query, key, value, lengths, key_lengths, causal=causal)
+    several = len(set(zip(lengths, lengths if key_lengths is None else key_lengths, strict=True))) > 1
+    return out.clone() if several else out
 
 
 def _scaled_dot_product_attention(

@@ -171,7 +171,7 @@ class LayerGraph:
         self.irregular = 0
         with torch.device("meta"), _WithoutValues():
             self.module: nn.Module = spec.build().to(dtype).requires_grad_(spec.trainable)
-        self._fits: dict[tuple[str, ...], _Family] = {}
+        self._fits: dict[tuple[tuple[str, ...], bool], _Family] = {}
         self.roles: dict[str, Role] = {}
         self._traced_parameters: Parameters | None = None
 
@@ -179,7 +179,7 @@ class LayerGraph:
         """Counts of forward and backward on a part, or on one with so many copies of its items."""
         sums = measure(items, links, copies)
         names = tuple(sorted(sums, key=_order))
-        family = self._fits.setdefault(names, _Family(fit=Fit(names)))
+        family = self._fits.setdefault((names, _alike(items, links)), _Family(fit=Fit(names)))
         if copies > 2 and not family.irregular and not family.fit.spans(sums):
             # Two parts of the same items, once and twice, determine any number of copies.
             self.counts(items, links)
@@ -209,11 +209,11 @@ class LayerGraph:
             family.seen[key] = (structure, values)
         return _unpack(*family.seen[key])
 
-    @property
-    def parameters(self) -> Parameters:
-        """The layer's parameters: matrices cut over a tensor-parallel group, vectors whole, traced or not."""
+    def parameters(self, name: str = "") -> Parameters:
+        """The layer's parameters, or the one of that name: matrices cut over a tensor-parallel group, vectors whole,
+        traced or not."""
         by_role: dict[Role, int] = {}
-        for parameter in self.module.parameters():
+        for parameter in [self.module.get_parameter(name)] if name else self.module.parameters():
             role: Role = "column" if parameter.dim() > 1 else "whole"
             by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
         return Parameters(by_role=by_role, trainable=self.spec.trainable)
@@ -321,7 +321,7 @@ class _WithoutValues(TorchFunctionMode):
 
 
 class _Family:
-    """Parts in which the same sums are not zero: they run the same operators."""
+    """Parts in which the same sums are not zero, items alike or not: they run the same operators."""
 
     def __init__(self, *, fit: Fit) -> None:
         self.fit = fit
@@ -431,6 +431,12 @@ def _one_row_per_item(given: Input, items: Sequence[Item]) -> bool:
     return (
         given.source is None and all(item.sizes[given.spec.rows] == 1 for item in items) and given.spec.rows != "tokens"
     )
+
+
+def _alike(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> bool:
+    """Whether all items have equally many tokens, and equally many to attend to: some layers take them at once."""
+    pairs = zip(items, links, strict=True)
+    return len({(item.sizes["tokens"], sum(s.sizes["tokens"] for s in sources)) for item, sources in pairs}) <= 1
 
 
 def _order(name: str) -> tuple[int, str]:

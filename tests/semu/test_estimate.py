@@ -13,7 +13,13 @@ from pipeweaver.config import load
 from pipeweaver.semu.estimate import estimate, peak, render
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.toml"
-SMALL = ["model.vision.layers=2", "model.language.layers=2", "task.microbatches=2", "task.tokens_per_microbatch=512"]
+SMALL = [
+    "model.vision.layers=2",
+    "model.language.layers=2",
+    "task.microbatches=2",
+    "task.tokens_per_microbatch=512",
+    "policy.name=1f1b",
+]
 
 
 def test_an_estimate_adds_up() -> None:
