@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
-def run(*arguments: str, cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path = ROOT, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
     )
