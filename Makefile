@@ -22,6 +22,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test lint lock map clean
 
 demo: $(SETUP)
+	@echo "Training a small vision-language model to read handwritten digits, on two workers."
+	@echo "language/answers is the share of digits that it reads right."
 	$(RUN) -m pipeweaver train examples/digits.toml --overwrite
 
 test: lint
