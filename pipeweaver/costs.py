@@ -33,7 +33,8 @@ class StageCost(NamedTuple):
     `input_ns` + `weight_ns` are the two halves of a split backward; zero where it cannot be split.
     `loaded_bytes`: data from the loader. `saved_bytes`: held from forward to backward beside what crosses
     the chunk's boundary (inputs and outputs follow from the edges). `*_workspace_bytes`: needed only
-    while the stage runs. `weight_bytes`: held from I to W.
+    while the stage runs. `weight_bytes`: held from I to W. `offloaded_bytes` travel to the host after the forward and
+    back before the backward, `offload_ns` each way, beside compute; they are not among `saved_bytes`.
     """
 
     forward_ns: int
@@ -46,29 +47,37 @@ class StageCost(NamedTuple):
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     weight_bytes: int = 0
+    offloaded_bytes: int = 0
+    offload_ns: int = 0
 
 
 def with_strategies(cost: StageCost, strategies: Sequence[Strategy], layers: Sequence[LayerStrategies]) -> StageCost:
     """The cost of a stage whose layers follow these strategies; none means keep throughout.
 
-    While the backward of a layer runs, all that it saves is there. Raises ValueError if it is not known what a
-    strategy costs.
+    While the backward of a layer that is recomputed runs, all that it saves is there. Raises ValueError if it is not
+    known what a strategy costs.
     """
     if not any(strategy != "keep" for strategy in strategies):
         return cost
     if len(layers) != len(strategies):
         raise ValueError(f"{len(strategies)} memory strategies for a stage with costs of {len(layers)} layers")
-    extra, freed, most = 0, 0, 0
+    extra, freed, most, away, away_ns = 0, 0, 0, 0, 0
     for number, (strategy, known) in enumerate(zip(strategies, layers, strict=True)):
         if strategy not in known:
             raise ValueError(f"layer {number} of a stage cannot {strategy}: its costs know {', '.join(known)}")
         less = known["keep"].saved_bytes - known[strategy].saved_bytes
-        extra, freed, most = extra + known[strategy].extra_ns, freed + less, max(most, less)
+        extra, freed = extra + known[strategy].extra_ns, freed + less
+        if strategy == "offload":
+            away, away_ns = away + less, away_ns + known[strategy].offload_ns
+        else:
+            most = max(most, less)
     return cost._replace(
         backward_ns=cost.backward_ns + extra,
         input_ns=cost.input_ns + extra if cost.input_ns or cost.weight_ns else 0,
         saved_bytes=cost.saved_bytes - freed,
         backward_workspace_bytes=cost.backward_workspace_bytes + most,
+        offloaded_bytes=away,
+        offload_ns=away_ns,
     )
 
 
@@ -133,8 +142,8 @@ class FlatCosts:
     latency_ns: int = 10_000
     bytes_per_us: int = 1_000
     """Bandwidth of every link, of the way to host memory, and of the optimizer."""
-    ends: bool = True
-    """Whether modules have a `before` and an `after`."""
+    missing: frozenset[str] = frozenset()
+    """`before` and `after` that modules do not have: "language.before"."""
     source: str = "flat costs, made up"
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
@@ -163,8 +172,9 @@ class FlatCosts:
             "offload": StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=saved * 1_000 // self.bytes_per_us),
         }
         nothing: LayerStrategies = dict.fromkeys(layer, StrategyCost(saved_bytes=0, extra_ns=0))
-        before = [nothing] if self.ends and chunk.start == 0 else []
-        after = [nothing] if self.ends and chunk.stop == self.layers[chunk.module] else []
+        before = [nothing] if chunk.start == 0 and f"{chunk.module}.before" not in self.missing else []
+        last = chunk.stop == self.layers[chunk.module]
+        after = [nothing] if last and f"{chunk.module}.after" not in self.missing else []
         return (*before, *[layer] * (chunk.stop - chunk.start), *after)
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import noop_context_fn
 
 from pipeweaver.data.items import Item
@@ -74,6 +75,10 @@ class PartView:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def made(self) -> list[Tensor]:
+        """All tensors that `once` has made."""
+        return [leaf for leaf in tree_leaves(list(self._made.values())) if isinstance(leaf, Tensor)]
 
     def report(self, name: str, total: float | Tensor, count: int | Tensor) -> None:
         """Report a metric that is averaged over the step: total / count over all parts and replicas.

@@ -1,7 +1,7 @@
 """Timelines as trace events for ui.perfetto.dev: predicted and measured in one file.
 
-One process per replica and kind ("replica 0 measured"); in it, per worker, a lane for compute and one for
-transfers, and a counter of its memory. A transfer shows on both of its workers, joined by an arrow from
+One process per replica and kind ("replica 0 measured"); in it, per worker, a lane for compute, one for transfers, one
+for copies to the host and one for those back where layers are offloaded, and a counter of its memory. A transfer shows on both of its workers, joined by an arrow from
 the stage that made the tensor to the stage that takes it in:
 
     worker 0 compute    [vision 0F0][vision 0F1]
@@ -20,16 +20,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeweaver.report.copies import copy_spans
 from pipeweaver.report.memory import memory_over_time
 from pipeweaver.schedule.ir import (
     Action,
     Compute,
     Load,
     Measurement,
+    Offload,
     Phase,
     Plan,
     Post,
     Reduce,
+    Reload,
+    Settle,
     Span,
     Stage,
     Transfer,
@@ -39,6 +43,7 @@ from pipeweaver.schedule.ir import (
 Event = dict[str, Any]
 
 _THREADS_PER_WORKER = 1_000
+_TO_HOST, _FROM_HOST = 998, 999
 _INSIDE = 0.999
 
 # Names of Chrome's own palette, for viewers that take colours from the file.
@@ -83,6 +88,8 @@ def describe(plan: Plan, action: Action) -> str:
             return f"{plan.placement.chunks[stage.chunk].module} {stage}"
         case Load(chunk=chunk, part=part):
             return f"{plan.placement.chunks[chunk].module} load {chunk}.{part}"
+        case Offload(chunk=chunk, part=part) | Reload(chunk=chunk, part=part) | Settle(chunk=chunk, part=part):
+            return f"{plan.placement.chunks[chunk].module} {type(action).__name__.lower()} {chunk}.{part}"
         case Wait(transfer=number):
             return f"wait {describe_transfer(plan, plan.transfers[number])}"
         case Post(transfer=number):
@@ -130,6 +137,7 @@ def _process(
                 yield event
         for time_ns, num_bytes in memory_over_time(plan, worker, lane):
             yield _event("C", process, 0, time_ns, name=f"memory worker {worker}", args={"bytes": num_bytes})
+        yield from _copies(process, worker, plan, lane)
     sent: dict[int, list[Event]] = {}
     for worker in range(plan.placement.workers):
         mine = [
@@ -154,6 +162,18 @@ def _process(
             yield event
     for number, events in sent.items():
         yield from _arrow(process, number, plan, computed, events)
+
+
+def _copies(process: int, worker: int, plan: Plan, spans: Sequence[Span]) -> Iterator[Event]:
+    copies = copy_spans(plan, worker, spans)
+    for kind, offset, name in ((Offload, _TO_HOST, "to host"), (Reload, _FROM_HOST, "from host")):
+        thread = worker * _THREADS_PER_WORKER + offset
+        mine = [copy for copy in copies if isinstance(copy.action, kind) and copy.span.end_ns > copy.span.start_ns]
+        yield from _thread(process, thread, f"worker {worker} {name}") if mine else ()
+        for action, span in mine:
+            event = _slice(process, thread, describe(plan, action), span, _module(plan, action), plan)
+            event["args"] = {"bytes": action.allocations[0].num_bytes, "planned_us": action.duration_ns / 1_000}
+            yield event
 
 
 def _arrow(
@@ -203,7 +223,7 @@ def _module(plan: Plan, action: Action) -> str:
     match action:
         case Compute(stage=stage):
             return plan.placement.chunks[stage.chunk].module
-        case Load(chunk=chunk):
+        case Load(chunk=chunk) | Offload(chunk=chunk) | Reload(chunk=chunk) | Settle(chunk=chunk):
             return plan.placement.chunks[chunk].module
         case _:
             return ""

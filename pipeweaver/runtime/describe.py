@@ -7,7 +7,23 @@ language[0:2]@1 (0F3 -> 2F1, transfer 12)
 from __future__ import annotations
 
 from pipeweaver.runtime.transport import Address
-from pipeweaver.schedule.ir import Action, Compute, Free, Load, Norm, Plan, Post, Reduce, Stage, Step, Transfer, Wait
+from pipeweaver.schedule.ir import (
+    Action,
+    Compute,
+    Free,
+    Load,
+    Norm,
+    Offload,
+    Plan,
+    Post,
+    Reduce,
+    Reload,
+    Settle,
+    Stage,
+    Step,
+    Transfer,
+    Wait,
+)
 
 
 def describe(plan: Plan, address: Address, action: Action) -> str:
@@ -21,6 +37,12 @@ def _action(plan: Plan, worker: int, action: Action) -> str:
             return f"loads {', '.join(names)} for {plan.placement.chunks[chunk]}, part {part}"
         case Compute(stage=stage):
             return f"computes {stage}, {plan.placement.chunks[stage.chunk]}"
+        case Offload(chunk=chunk, part=part):
+            return f"offloads what {plan.placement.chunks[chunk]} saved of part {part}"
+        case Reload(chunk=chunk, part=part):
+            return f"reloads what {plan.placement.chunks[chunk]} saved of part {part}"
+        case Settle(chunk=chunk, part=part):
+            return f"waits for the copy of what {plan.placement.chunks[chunk]} saved of part {part}"
         case Post(transfer=number):
             return f"posts {_transfer(plan, worker, number)}"
         case Wait(transfer=number):

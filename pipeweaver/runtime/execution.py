@@ -23,6 +23,7 @@ from pipeweaver.model.part import PartView
 from pipeweaver.runtime.clock import make_clock
 from pipeweaver.runtime.describe import describe
 from pipeweaver.runtime.loading import Loaded, Loads
+from pipeweaver.runtime.offload import SavedTensors
 from pipeweaver.runtime.optimizer import clip_factor
 from pipeweaver.runtime.rows import Piece, arriving, backwards, combine, take
 from pipeweaver.runtime.split import WeightGradients
@@ -31,14 +32,18 @@ from pipeweaver.runtime.transport import Address
 from pipeweaver.schedule.ir import (
     Action,
     Allocation,
+    Buffer,
     Chunk,
     Compute,
     Free,
     Load,
     Norm,
+    Offload,
     Plan,
     Post,
     Reduce,
+    Reload,
+    Settle,
     Step,
     Wait,
 )
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
     from pipeweaver.runtime.worker import Worker
 
 
-_Content = Loaded | StageState | Tensor | WeightGradients | None
+_Content = Loaded | StageState | Tensor | WeightGradients | SavedTensors | None
 
 
 class Loader(Protocol):
@@ -79,6 +84,9 @@ class Execution:
         self._states: dict[tuple[int, int], StageState] = {}
         self._gradients: dict[tuple[int, int], Mapping[str, Tensor]] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
+        self._leaving: dict[tuple[int, int], SavedTensors] = {}
+        self._on_host: dict[tuple[int, int], SavedTensors] = {}
+        self._returned: dict[tuple[int, int], SavedTensors] = {}
         self._received: dict[tuple[int, int], Tensor] = {}
         self._stores: dict[str, dict[tuple[int, int], Any]] = {
             "loaded": self._loaded,
@@ -87,6 +95,9 @@ class Execution:
             "gradient": self._gradients,
             "received": self._received,
             "weight": self._weights,
+            "leaving": self._leaving,
+            "host": self._on_host,
+            "returned": self._returned,
         }
         self._reports: list[tuple[str, PartView]] = []
         self._links = linked(plan.items, plan.links)
@@ -116,8 +127,18 @@ class Execution:
             case Wait():
                 self.worker.transport.wait(action.transfer)
             case Free():
-                for kind, first, second in action.buffers:
-                    del self._stores[kind][first, second]
+                for buffer in action.buffers:
+                    self._free(buffer)
+            case Offload():
+                saved = self._leaving[action.chunk, action.part]
+                self.worker.copies.begin_out(saved)
+                self._allocate(action.allocations, saved)
+            case Reload():
+                saved = self._on_host[action.chunk, action.part]
+                self.worker.copies.begin_back(saved)
+                self._allocate(action.allocations, saved)
+            case Settle():
+                self.worker.copies.settle(self._on_host[action.chunk, action.part])
             case Load():
                 self._load(action)
             case Reduce():
@@ -240,7 +261,8 @@ class Execution:
         if not grad:
             # Nothing but the outputs stays; the inputs' buffers are freed on their own.
             state = StageState(inputs={}, outputs=state.outputs, loss=None)
-        self._allocate(action.allocations, state)
+        for allocation in action.allocations:
+            self._allocate((allocation,), state.offloaded if allocation.buffer.kind == "leaving" else state)
 
     def _backward_stage(self, chunk: Chunk, action: Compute) -> None:
         at = (action.stage.chunk, action.stage.part)
@@ -318,6 +340,13 @@ class Execution:
         for name, total in zip(self._loss_sums, sums[1:], strict=False):
             self.losses[name] = total / max(1, plan.normalisers[name])
         return sums[0]
+
+    def _free(self, buffer: Buffer) -> None:
+        content = self._stores[buffer.kind].pop((buffer.first, buffer.second))
+        if buffer.kind == "leaving":
+            content.free_leaving()
+        elif buffer.kind == "host":
+            content.free_host()
 
     def _allocate(self, allocations: Sequence[Allocation], content: _Content) -> None:
         for (kind, first, second), _ in allocations:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.model.graph import LayerSpec, LossSpec, ModelGraph, TensorSpec
 from pipeweaver.model.part import PartView, check_outputs, handed_on
+from pipeweaver.runtime.offload import SavedTensors
 from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.schedule.ir import Chunk, Strategy
 
@@ -57,13 +58,14 @@ class StageState:
     """What a forward leaves behind: leaves, outputs and, in the last chunk of a module with a loss, its sum.
 
     With gradients, outputs and loss hold the graph: this is what the plan calls the buffer "saved". `later` is for a
-    split backward: after I it holds what W needs, the buffer "weight".
+    split backward: after I it holds what W needs, the buffer "weight". `offloaded` is what offloaded layers saved.
     """
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     loss: Tensor | None
     later: WeightGradients | None = None
+    offloaded: SavedTensors | None = None
 
 
 def build_chunk(graph: ModelGraph, chunk: Chunk, modules: Mapping[str, nn.Module]) -> BuiltChunk:
@@ -109,7 +111,7 @@ def run_forward(
     `inputs` are packed tensors [rows, width] without history; those in `needs_grad` become leaves.
     `outputs` names what leaves the chunk. Without `grad` there is no graph at all. With `split` the backward will
     leave weight gradients for later. Raises ValueError, naming the layer, if it does not return what its spec says,
-    writes into what it is given, or if a memory strategy cannot be run.
+    or writes into what it is given.
     """
     strategies = strategies or ["keep"] * len(chunk.layers)
     assert len(strategies) == len(chunk.layers), f"{len(strategies)} memory strategies for {len(chunk.layers)} layers"
@@ -118,24 +120,23 @@ def run_forward(
     sent: dict[str, Tensor] = {}
     loss = None
     later = WeightGradients() if split and grad else None
+    offloaded = SavedTensors(view.device) if "offload" in strategies and grad else None
     with torch.set_grad_enabled(grad):
         for layer, strategy in zip(chunk.layers, strategies, strict=True):
             state = dict(carried)
             for name in layer.spec.reads:
                 state[name] = sent[layer.inside[name]] if name in layer.inside else leaves[name]
-            result = _run_layer(layer, state, view, strategy if grad else "keep", later)
+            result = _run_layer(layer, state, view, strategy if grad else "keep", later, offloaded)
             has_loss = chunk.loss is not None and layer is chunk.layers[-1]
             check_outputs(layer.name, layer.spec, result, view, loss=has_loss)
             carried = {spec.name: handed_on(spec, result) for spec in layer.spec.carries}
             sent |= {spec.name: handed_on(spec, result) for spec in layer.spec.sends}
             loss = result["loss"] if has_loss else None
     leaving = sent | carried
-    return StageState(
-        inputs=leaves,
-        outputs={name: leaving[name] if grad else leaving[name].detach() for name in outputs},
-        loss=loss,
-        later=later,
-    )
+    leaving = {name: leaving[name] if grad else leaving[name].detach() for name in outputs}
+    if offloaded is not None:
+        offloaded.seal([*leaves.values(), *leaving.values(), *view.made()])
+    return StageState(inputs=leaves, outputs=leaving, loss=loss, later=later, offloaded=offloaded)
 
 
 def run_backward(state: StageState, gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0) -> dict[str, Tensor]:
@@ -168,7 +169,12 @@ def _read(chunk: BuiltChunk) -> set[str]:
 
 
 def _run_layer(
-    layer: BuiltLayer, state: dict[str, Tensor], view: PartView, strategy: Strategy, later: WeightGradients | None
+    layer: BuiltLayer,
+    state: dict[str, Tensor],
+    view: PartView,
+    strategy: Strategy,
+    later: WeightGradients | None,
+    offloaded: SavedTensors | None,
 ) -> dict[str, Tensor]:
     def intercepted() -> AbstractContextManager[Any]:
         return nullcontext() if later is None else later.intercepted()
@@ -188,10 +194,12 @@ def _run_layer(
         case "recompute-attention":
             with intercepted():
                 return _call(layer, state, replace(view, recompute_attention=True, recompute_contexts=contexts))
-        case _:
-            raise ValueError(
-                f"{layer.name}: memory strategy {strategy} cannot be run; use keep, recompute or recompute-attention"
-            )
+        case "offload":
+            assert offloaded is not None
+            loaded = [tensor for tensor in view.loaded.values() if isinstance(tensor, Tensor)]
+            stay = [*layer.module.parameters(), *layer.module.buffers(), *loaded]
+            with offloaded.of(layer.name, stay), intercepted():
+                return _call(layer, state, view)
 
 
 def _call(layer: BuiltLayer, state: dict[str, Tensor], view: PartView) -> dict[str, Tensor]:

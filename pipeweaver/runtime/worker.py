@@ -18,6 +18,7 @@ from torch import nn
 
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime.execution import Execution, Loader
+from pipeweaver.runtime.offload import Copies
 from pipeweaver.runtime.optimizer import OptimizerConfig, adamw
 from pipeweaver.runtime.process import RunError
 from pipeweaver.runtime.reduce import Bucket, make_buckets
@@ -86,6 +87,7 @@ class Worker:
         self.watchdog = watchdog
         self.loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
         self.loads_ahead = (2 if self.device.type == "cuda" else 0) if loads_ahead is None else loads_ahead
+        self.copies = Copies(self.device)
         self.config = optimizer
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.optimizer = adamw(optimizer, trained) if optimizer is not None and trained else None

@@ -1,7 +1,8 @@
 """The actions of every worker, in compiled code: loads, stages, posts, waits and frees, slot by slot.
 
-Slot k stands before the k-th stage of a worker's order. In it come, in this order: what stage k-1 lets go of, posts,
-waits for sends long on their way and what these free, the load of stage k and waits for its tensors, stage k.
+Slot k stands before the k-th stage of a worker's order. In it come, in this order: the copy to the host of what stage
+k-1 offloads, what that stage lets go of, posts, waits for sends and copies long on their way and what these free,
+copies back from the host, the load of stage k and waits for its tensors, stage k.
 
 Stages are numbered as in `stages.py`; U is the number of units, E of edges. `number[e, 0]` is the transfer of edge e
 forward, `number[e, 1]` that of its gradient, -1 where there is none.
@@ -12,7 +13,25 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from pipeweaver.schedule.flat import COMPUTE, FREE, GRADIENT, LOAD, LOADED, OUTPUT, POST, RECEIVED, SAVED, WAIT, WEIGHT
+from pipeweaver.schedule.flat import (
+    COMPUTE,
+    FREE,
+    GRADIENT,
+    HOST,
+    LEAVING,
+    LOAD,
+    LOADED,
+    OFFLOAD,
+    OUTPUT,
+    POST,
+    RECEIVED,
+    RELOAD,
+    RETURNED,
+    SAVED,
+    SETTLE,
+    WAIT,
+    WEIGHT,
+)
 
 
 @numba.njit(cache=True)
@@ -45,6 +64,40 @@ def order_transfers(order_start, order, rank, event_stage, event_receiver, lead)
         latest[worker[stage]] = posted[t, 0]
         latest[receiver] = posted[t, 1]
     return posted
+
+
+@numba.njit(cache=True)
+def place_copies(order_start, order, start_ns, end_ns, offloads, copy_ns):  # type: ignore[no-untyped-def]
+    """(slot in which the copy of each unit to the host is waited for, slot in which the one back begins), [U]; -1 where
+    nothing is offloaded.
+
+    The wait stands between stages, as soon as the copy is done. The copy back begins as late as it can for
+    its tensors to be there when the backward begins; copies in one direction come one after the other.
+    """
+    num_units = len(offloads)
+    settled, returns = np.full(num_units, -1, np.int64), np.full(num_units, -1, np.int64)
+    for w in range(len(order_start) - 1):
+        base, size = order_start[w], order_start[w + 1] - order_start[w]
+        away = np.int64(0)
+        for k in range(size):
+            u = order[base + k]
+            if u < num_units and offloads[u]:
+                away = max(away, end_ns[u]) + copy_ns[u]
+                slot = k + 1
+                while slot < size and end_ns[order[base + slot]] < away:
+                    slot += 1
+                settled[u] = min(slot + 1, size)
+        begin = np.int64(1) << 62
+        for k in range(size - 1, -1, -1):
+            u = order[base + k] - num_units
+            if 0 <= u < num_units and offloads[u]:
+                begin = min(begin, start_ns[num_units + u]) - copy_ns[u]
+                settled[u] = min(settled[u], k)
+                slot = k
+                while slot > settled[u] and end_ns[order[base + slot - 1]] > begin:
+                    slot -= 1
+                returns[u] = slot
+    return settled, returns
 
 
 @numba.njit(cache=True)
@@ -81,22 +134,29 @@ def build_actions(  # type: ignore[no-untyped-def]
     forward_workspace,
     backward_workspace,
     duration,
+    offloads,
+    offloaded_bytes,
+    copy_ns,
+    settled,
+    returns,
     ending_start,
     ending,
 ):
     """Actions of all workers: (start [P + 1], rows [A, 5] of kind, first, phase, duration, workspace,
     allocation_start [A + 1], allocations [., 3] of kind, index, bytes, free_start [A + 1], frees [., 2]).
 
-    `first` is a unit for loads and stages, a transfer for posts and waits; buffers are indexed likewise. `phase` as
-    in `flat.PHASES`. A worker's list ends with the rows `ending[ending_start[w] : ending_start[w + 1]]`.
+    `first` is a unit for loads, copies and stages, a transfer for posts and waits; buffers are indexed likewise.
+    `phase` as in `flat.PHASES`. A worker's list ends with the rows `ending[ending_start[w] : ending_start[w + 1]]`.
     """
     num_units, num_workers = len(learns), len(order_start) - 1
     num_stages, num_posts = len(order), len(posts_transfer)
-    most = 4 * num_stages + 3 * num_posts + 2 * num_workers + len(ending)
+    num_copied = np.sum(offloads)
+    most = 4 * num_stages + 4 * num_copied + 3 * num_posts + 2 * num_workers + len(ending)
     rows = np.zeros((most, 5), np.int64)
     allocation_start, free_start = np.zeros(most + 1, np.int64), np.zeros(most + 1, np.int64)
-    allocations = np.zeros((num_posts + 3 * num_stages, 3), np.int64)
-    frees = np.zeros((num_posts + 3 * num_stages, 2), np.int64)
+    num_buffers = num_posts + 3 * num_stages + 3 * num_copied
+    allocations = np.zeros((num_buffers, 3), np.int64)
+    frees = np.zeros((num_buffers, 2), np.int64)
     start = np.zeros(num_workers + 1, np.int64)
     slot_of_stage = np.full(3 * num_units, -1, np.int64)
     for w in range(num_workers):
@@ -105,8 +165,8 @@ def build_actions(  # type: ignore[no-untyped-def]
     slot_of_wait = np.zeros(len(transfer_edge), np.int64)  # of the sender
     num_actions, num_allocations, num_frees = 0, 0, 0
     # What is let go of in which slot, in the order in which it is found.
-    freed_slot = np.zeros(num_posts + 3 * num_stages, np.int64)
-    freed = np.zeros((num_posts + 3 * num_stages, 3), np.int64)  # kind, index, whether behind the waits
+    freed_slot = np.zeros(num_buffers, np.int64)
+    freed = np.zeros((num_buffers, 3), np.int64)  # kind, index, whether behind the waits
     for w in range(num_workers):
         base, size = order_start[w], order_start[w + 1] - order_start[w]
         num_freed = 0
@@ -132,6 +192,9 @@ def build_actions(  # type: ignore[no-untyped-def]
             if transfer_receiver[t] != w:
                 waits[filled[slot_of_wait[t]]] = t
                 filled[slot_of_wait[t]] += 1
+        # Units whose copies to the host are waited for, and whose copies back begin, slot by slot.
+        leave_start, leave = _by_slot(order, base, size, settled, 0, num_units)
+        return_start, come_back = _by_slot(order, base, size, returns, num_units, num_units)
         # 1. When buffers are let go of.
         for k in range(size):
             stage = order[base + k]
@@ -166,6 +229,14 @@ def build_actions(  # type: ignore[no-untyped-def]
                     freed_slot[num_freed] = used
                     freed[num_freed] = (OUTPUT, u, 1)
                     num_freed += 1
+                if offloads[u]:
+                    freed_slot[num_freed] = settled[u]
+                    freed[num_freed] = (LEAVING, u, 1)
+                    for of in (HOST, RETURNED):
+                        num_freed += 1
+                        freed_slot[num_freed] = last + 1
+                        freed[num_freed] = (of, u, 0)
+                    num_freed += 1
             elif third == 1:
                 for i in range(outgoing_start[u], outgoing_start[u + 1]):
                     e = outgoing[i]
@@ -194,6 +265,13 @@ def build_actions(  # type: ignore[no-untyped-def]
         # 2. The actions, slot by slot.
         next_freed, next_post = 0, posts_start[w]
         for k in range(size + 1):
+            if k > 0 and order[base + k - 1] < num_units and offloads[order[base + k - 1]]:
+                u = order[base + k - 1]
+                rows[num_actions, 0], rows[num_actions, 1], rows[num_actions, 3] = OFFLOAD, u, copy_ns[u]
+                allocations[num_allocations] = (HOST, u, offloaded_bytes[u])
+                num_allocations += 1
+                num_actions += 1
+                allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
             first_freed = next_freed
             while next_freed < num_freed and freed_slot[by_slot[next_freed]] == k:
                 next_freed += 1
@@ -212,6 +290,10 @@ def build_actions(  # type: ignore[no-untyped-def]
                         rows[num_actions, 0], rows[num_actions, 1] = WAIT, waits[i]
                         num_actions += 1
                         allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
+                    for i in range(leave_start[k], leave_start[k + 1]):
+                        rows[num_actions, 0], rows[num_actions, 1] = SETTLE, leave[i]
+                        num_actions += 1
+                        allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
                 before = num_frees
                 for i in range(first_freed, next_freed):
                     if freed[by_slot[i], 2] == late:
@@ -221,6 +303,13 @@ def build_actions(  # type: ignore[no-untyped-def]
                     rows[num_actions, 0] = FREE
                     num_actions += 1
                     allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
+            for i in range(return_start[k], return_start[k + 1]):
+                u = come_back[i]
+                rows[num_actions, 0], rows[num_actions, 1], rows[num_actions, 3] = RELOAD, u, copy_ns[u]
+                allocations[num_allocations] = (RETURNED, u, offloaded_bytes[u])
+                num_allocations += 1
+                num_actions += 1
+                allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
             if k == size:
                 break
             stage = order[base + k]
@@ -249,10 +338,17 @@ def build_actions(  # type: ignore[no-untyped-def]
                         allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
                 for i in range(incoming_start[u], incoming_start[u + 1]):
                     returned += edge_bytes[incoming[i]] if grad[incoming[i]] else 0
+            if third == 1 and offloads[u]:
+                rows[num_actions, 0], rows[num_actions, 1] = SETTLE, u
+                num_actions += 1
+                allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
             workspace = forward_workspace[u] if third == 0 else backward_workspace[u]
             if third == 0 and learns[u]:
                 allocations[num_allocations] = (SAVED, u, saved_bytes[u] + output_bytes[u] + assembled)
                 num_allocations += 1
+                if offloads[u]:
+                    allocations[num_allocations] = (LEAVING, u, offloaded_bytes[u])
+                    num_allocations += 1
             elif third == 0:
                 workspace += assembled
                 if outgoing_start[u] < outgoing_start[u + 1]:
@@ -283,3 +379,23 @@ def build_actions(  # type: ignore[no-untyped-def]
         free_start[: num_actions + 1],
         frees[:num_frees],
     )
+
+
+@numba.njit(cache=True)
+def _by_slot(order, base, size, slot, first, num_units):  # type: ignore[no-untyped-def]
+    """(where slot k begins [size + 2], units): units of a worker's stages from number `first` on, by `slot` [U], in the
+    order of these stages; slots below 0 are none."""
+    start = np.zeros(size + 2, np.int64)
+    for k in range(size):
+        u = order[base + k] - first
+        if 0 <= u < num_units and slot[u] >= 0:
+            start[slot[u] + 1] += 1
+    for k in range(size + 1):
+        start[k + 1] += start[k]
+    units, filled = np.zeros(max(1, start[size + 1]), np.int64), start[:-1].copy()
+    for k in range(size):
+        u = order[base + k] - first
+        if 0 <= u < num_units and slot[u] >= 0:
+            units[filled[slot[u]]] = u
+            filled[slot[u]] += 1
+    return start, units

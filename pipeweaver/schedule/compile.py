@@ -23,7 +23,7 @@ import numpy as np
 from pipeweaver.costs import Costs, with_strategies
 from pipeweaver.data.items import Share, linked
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.schedule.actions import build_actions, order_transfers
+from pipeweaver.schedule.actions import build_actions, order_transfers, place_copies
 from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.connect import Ints
 from pipeweaver.schedule.emulate import Queue, emulate_flat
@@ -31,8 +31,11 @@ from pipeweaver.schedule.flat import (
     COMPUTE,
     LOAD,
     NORM,
+    OFFLOAD,
     RECEIVED,
     REDUCE,
+    RELOAD,
+    SETTLE,
     STEP,
     FlatActions,
     FlatEdges,
@@ -88,7 +91,7 @@ def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue 
     times = _time(step, draft, graph, orders)
     transfers, posts = _transfers(step, orders, times, lead)
     ending = _ending_of(step, draft.forward_only)
-    actions = _actions(step, costs, graph, orders, times, transfers, posts, ending, used)
+    actions = _actions(step, costs, graph, orders, times, transfers, posts, ending, strategies, used)
     flat = FlatPlan(
         head=_head(step, draft, ending),
         names=tuple(_names(step)),
@@ -193,12 +196,17 @@ def _actions(
     transfers: FlatTransfers,
     posts: _Posts,
     ending: _Ending,
+    strategies: tuple[tuple[Strategy, ...], ...],
     used: Ints,
 ) -> FlatActions:
     edges, size = step.edges, len(step)
     number = np.full((len(edges.source), 2), -1, np.int64)
     number[transfers.edge, transfers.phase] = np.arange(len(transfers.edge))
     loads = np.array([bool(names) for names in step.wiring.loads], np.bool_)[step.units.chunk]
+    offloads = np.array(["offload" in chosen for chosen in strategies], np.bool_)[used]
+    settled, returns = place_copies(
+        orders.start, orders.stage, times.start_ns, times.end_ns, offloads, costs.offload_ns
+    )
     start, rows, allocation_start, allocations, free_start, frees = build_actions(
         orders.start,
         orders.stage,
@@ -230,11 +238,16 @@ def _actions(
         costs.forward_workspace_bytes,
         costs.backward_workspace_bytes,
         graph.duration_ns,
+        offloads,
+        costs.offloaded_bytes,
+        costs.offload_ns,
+        settled,
+        returns,
         ending.start,
         ending.rows,
     )
     kind, first, phase, duration, workspace = (np.ascontiguousarray(column) for column in rows.T)
-    of_unit = (kind == COMPUTE) | (kind == LOAD)
+    of_unit = np.isin(kind, (COMPUTE, LOAD, OFFLOAD, RELOAD, SETTLE))
     unit = np.where(of_unit, first, 0)
     chunk, part = (step.units.chunk[unit], step.units.part[unit]) if size else (unit, unit)
     detail = np.where(kind == LOAD, chunk, 0)
@@ -312,12 +325,13 @@ def _flat_stages(step: StepStages, orders: Orders) -> FlatStages:
 
 
 def _strategies(step: StepStages, draft: Draft) -> tuple[tuple[tuple[Strategy, ...], ...], Ints]:
-    """The distinct strategies, none first, and the number of each unit's."""
+    """The distinct strategies, none first, and the number of each unit's. Without a backward there is nothing to save."""
     table: dict[tuple[Strategy, ...], int] = {(): 0}
     used = np.zeros(len(step), np.int64)
     if draft.strategies:
         for unit, (chunk, part) in enumerate(step.units.pairs):
-            used[unit] = table.setdefault(draft.strategies[chunk][part], len(table))
+            if step.learns[unit]:
+                used[unit] = table.setdefault(draft.strategies[chunk][part], len(table))
     return tuple(table), used
 
 

@@ -2,6 +2,7 @@
 
 A transfer starts when both ends have posted it and the transfers queued before it at either end are done;
 a wait ends no earlier than the transfer. A meeting (reduction, norm) starts when all members are there.
+A copy to the host starts when the one before it is done, beside compute; copies back likewise, beside those.
 All replicas of a step are emulated together. Integer nanoseconds throughout.
 
 `queue` says how transfers line up: "pair", one queue per unordered pair of workers; "worker", one per
@@ -18,7 +19,19 @@ from typing import Literal, NamedTuple
 import numba
 import numpy as np
 
-from pipeweaver.schedule.flat import NORM, POST, REDUCE, WAIT, FlatPlan, Ints, flatten
+from pipeweaver.schedule.flat import (
+    NORM,
+    OFFLOAD,
+    POST,
+    REDUCE,
+    RELOAD,
+    SETTLE,
+    WAIT,
+    FlatPlan,
+    Ints,
+    flatten,
+    starts,
+)
 from pipeweaver.schedule.ir import Compute, Plan, Prediction, Span, Stage
 from pipeweaver.schedule.memory import peak_bytes
 
@@ -61,34 +74,48 @@ def emulate_flat(plans: Sequence[FlatPlan], queue: Queue = "pair") -> tuple[Flat
     """The same from flat plans, as arrays."""
     none = np.zeros(0, np.int64)
     kinds, arguments, durations, senders, receivers, transfer_ns = ([none] for _ in range(6))
-    starts = [np.zeros(1, np.int64)]
+    bounds = [np.zeros(1, np.int64)]
     num_groups = max((len(plan.head.groups) for plan in plans), default=0)
-    worker_base, transfer_base, action_base = 0, 0, 0
+    worker_base, transfer_base, action_base, unit_base = 0, 0, 0, 0
     for plan in plans:
         actions, transfers = plan.actions, plan.transfers
         kind = actions.kind
         moves = (kind == POST) | (kind == WAIT)
         argument = np.where(moves, actions.first + transfer_base, np.where(kind == NORM, num_groups, actions.first))
+        units = starts([len(of) for of in plan.head.parts])
+        copies = np.nonzero((kind == OFFLOAD) | (kind == RELOAD) | (kind == SETTLE))[0]
+        argument[copies] = units[actions.first[copies]] + actions.second[copies] + unit_base
         kinds.append(kind)
         arguments.append(argument)
         durations.append(actions.duration_ns)
-        starts.append(actions.start[1:] + action_base)
+        bounds.append(actions.start[1:] + action_base)
         senders.append(transfers.sender + worker_base)
         receivers.append(transfers.receiver + worker_base)
         transfer_ns.append(transfers.duration_ns)
         worker_base += plan.num_workers
         transfer_base += len(transfers.edge)
         action_base += len(kind)
+        unit_base += int(units[-1])
     kind, argument, duration = np.concatenate(kinds), np.concatenate(arguments), np.concatenate(durations)
     sender, receiver = np.concatenate(senders), np.concatenate(receivers)
-    worker_start = np.concatenate(starts)
+    worker_start = np.concatenate(bounds)
     meets = (kind == REDUCE) | (kind == NORM)
     members = np.bincount(argument[meets], minlength=num_groups + 1)
     lengths = np.zeros(len(members), np.int64)
     np.maximum.at(lengths, argument[meets], duration[meets])
     before, after = _queue_order(kind, argument, worker_start, sender, receiver, _QUEUES.index(queue))
     begin, end, moved, arrived, stuck = _run(
-        kind, argument, duration, worker_start, sender, np.concatenate(transfer_ns), before, after, members, lengths
+        kind,
+        argument,
+        duration,
+        worker_start,
+        sender,
+        np.concatenate(transfer_ns),
+        before,
+        after,
+        members,
+        lengths,
+        unit_base,
     )
     if stuck.max(initial=-1) >= 0:
         raise ValueError("the plan gets stuck: " + _where_stuck(plans, worker_start, stuck))
@@ -175,7 +202,7 @@ def _queue_order(kind, argument, worker_start, sender, receiver, queue):  # type
 
 
 @numba.njit(cache=True)
-def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, after, members, meeting_ns):  # type: ignore[no-untyped-def]
+def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, after, members, meeting_ns, num_units):  # type: ignore[no-untyped-def]
     """Advance every worker until it blocks, over and over, until all are done or none advances."""
     num_workers, num_transfers = len(worker_start) - 1, len(sender)
     begin, end = np.zeros(len(kind), np.int64), np.zeros(len(kind), np.int64)
@@ -186,6 +213,8 @@ def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, af
     joined = np.zeros(num_workers, np.int64)
     place = worker_start[:-1].copy()
     clock = np.zeros(num_workers, np.int64)
+    copied = np.zeros(num_units, np.int64)  # end of the latest copy of a unit
+    copying = np.zeros((num_workers, 2), np.int64)  # until when copies are under way to the host, and back
     work = np.empty(2 * num_transfers + 2, np.int64)
     advanced = True
     while advanced:
@@ -194,7 +223,14 @@ def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, af
             while place[w] < worker_start[w + 1]:
                 a = place[w]
                 x = argument[a]
-                if kind[a] != POST and kind[a] != WAIT and kind[a] != REDUCE and kind[a] != NORM:
+                if kind[a] == OFFLOAD or kind[a] == RELOAD:
+                    begin[a] = clock[w]
+                    way = 0 if kind[a] == OFFLOAD else 1
+                    copying[w, way] = copied[x] = max(copying[w, way], clock[w]) + duration[a]
+                elif kind[a] == SETTLE:
+                    begin[a] = clock[w]
+                    clock[w] = max(clock[w], copied[x])
+                elif kind[a] != POST and kind[a] != WAIT and kind[a] != REDUCE and kind[a] != NORM:
                     begin[a] = clock[w]
                     clock[w] += duration[a]
                 elif kind[a] == POST:

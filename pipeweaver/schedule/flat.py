@@ -29,12 +29,15 @@ from pipeweaver.schedule.ir import (
     Free,
     Load,
     Norm,
+    Offload,
     Phase,
     Plan,
     Post,
     Prediction,
     Reduce,
+    Reload,
     Rows,
+    Settle,
     Span,
     Stage,
     Step,
@@ -46,12 +49,22 @@ from pipeweaver.schedule.ir import (
 Ints = NDArray[np.int64]
 Value = TypeVar("Value", bound=Hashable)
 
-LOAD, COMPUTE, POST, WAIT, FREE, REDUCE, NORM, STEP = range(8)
+LOAD, COMPUTE, POST, WAIT, FREE, REDUCE, NORM, STEP, OFFLOAD, RELOAD, SETTLE = range(11)
 """Kinds of actions."""
 
 PHASES: tuple[Phase, ...] = ("F", "B", "I", "W")
-BUFFERS: tuple[BufferKind, ...] = ("loaded", "saved", "output", "gradient", "received", "weight")
-LOADED, SAVED, OUTPUT, GRADIENT, RECEIVED, WEIGHT = range(6)
+BUFFERS: tuple[BufferKind, ...] = (
+    "loaded",
+    "saved",
+    "output",
+    "gradient",
+    "received",
+    "weight",
+    "leaving",
+    "host",
+    "returned",
+)
+LOADED, SAVED, OUTPUT, GRADIENT, RECEIVED, WEIGHT, LEAVING, HOST, RETURNED = range(9)
 """Kinds of buffers."""
 
 
@@ -99,7 +112,7 @@ class FlatActions(NamedTuple):
     """The actions of worker w in order, from `start[w]` on; `kind` and what it is about:
 
     LOAD: (chunk, part), `detail` indexes the plan's lists of names. COMPUTE: (chunk, part), `phase`, `detail`
-    indexes the plan's strategies. POST, WAIT: (transfer, 0). REDUCE: (group, 0). Others: (0, 0).
+    indexes the plan's strategies. OFFLOAD, RELOAD, SETTLE: (chunk, part). POST, WAIT: (transfer, 0). REDUCE: (group, 0). Others: (0, 0).
     Action a allocates the buffers from `allocation_start[a]` on, and frees those from `free_start[a]` on.
     """
 
@@ -218,6 +231,12 @@ def flatten(plan: Plan) -> FlatPlan:
                 case Load():
                     row = (LOAD, action.chunk, action.part, 0, loads[action.names], action.duration_ns, 0)
                     allocated = action.allocations
+                case Offload() | Reload():
+                    kind = OFFLOAD if isinstance(action, Offload) else RELOAD
+                    row = (kind, action.chunk, action.part, 0, 0, action.duration_ns, 0)
+                    allocated = action.allocations
+                case Settle():
+                    row = (SETTLE, action.chunk, action.part, 0, 0, 0, 0)
                 case Reduce():
                     row = (REDUCE, action.group, 0, 0, 0, action.duration_ns, 0)
                 case Norm():
@@ -369,6 +388,12 @@ def _actions(flat: FlatPlan, numbers: range) -> list[Action]:
             result.append(
                 Load(chunk=first, part=second, names=flat.loads[detail], allocations=mine, duration_ns=duration)
             )
+        elif kind == OFFLOAD:
+            result.append(Offload(chunk=first, part=second, allocations=mine, duration_ns=duration))
+        elif kind == RELOAD:
+            result.append(Reload(chunk=first, part=second, allocations=mine, duration_ns=duration))
+        elif kind == SETTLE:
+            result.append(Settle(chunk=first, part=second))
         elif kind == REDUCE:
             result.append(Reduce(group=first, duration_ns=duration))
         elif kind == NORM:

@@ -133,7 +133,7 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
 
 
-BufferKind = Literal["loaded", "saved", "output", "gradient", "received", "weight"]
+BufferKind = Literal["loaded", "saved", "output", "gradient", "received", "weight", "leaving", "host", "returned"]
 
 
 class Buffer(NamedTuple):
@@ -142,7 +142,8 @@ class Buffer(NamedTuple):
     "loaded": data of a (chunk, part); "saved": what its backward needs, its outputs included;
     "output": outputs of a (chunk, part) without a backward; "gradient": input gradients of a (chunk, part),
     until sent; "received": the tensor of transfer `first` (`second` is 0); "weight": what a split
-    backward keeps for W.
+    backward keeps for W. Of what layers offload: "leaving" from the forward on, until it is copied to the host;
+    "host", there; "returned" from its reload on.
     """
 
     kind: BufferKind
@@ -195,6 +196,31 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     duration_ns: int = 0
 
 
+class Offload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to copy what a (chunk, part) has "leaving" to the host, beside compute. Never blocks."""
+
+    chunk: int
+    part: int
+    allocations: tuple[Allocation, ...] = ()
+    duration_ns: int = 0
+
+
+class Reload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to copy back, beside compute, what a (chunk, part) has on the "host". Never blocks."""
+
+    chunk: int
+    part: int
+    allocations: tuple[Allocation, ...] = ()
+    duration_ns: int = 0
+
+
+class Settle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Block until the copy of a (chunk, part) that began last, to the host or back, is complete."""
+
+    chunk: int
+    part: int
+
+
 class Post(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Enqueue transfer number `transfer`; its receiver allocates the buffer here. Never blocks."""
 
@@ -233,7 +259,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     duration_ns: int = 0
 
 
-Action = Load | Compute | Post | Wait | Free | Reduce | Norm | Step
+Action = Load | Compute | Offload | Reload | Settle | Post | Wait | Free | Reduce | Norm | Step
 
 
 class Span(NamedTuple):

@@ -12,8 +12,8 @@ from itertools import pairwise
 import numba
 import numpy as np
 
-from pipeweaver.schedule.flat import BUFFERS, RECEIVED, FlatPlan, Ints, starts
-from pipeweaver.schedule.ir import Action, Buffer, Compute, Free, Load, Plan, Post
+from pipeweaver.schedule.flat import BUFFERS, HOST, RECEIVED, FlatPlan, Ints, starts
+from pipeweaver.schedule.ir import Action, Buffer, Compute, Free, Load, Offload, Plan, Post, Reload
 
 
 def held_bytes(plan: Plan, worker: int) -> tuple[list[int], list[int]]:
@@ -26,8 +26,9 @@ def held_bytes(plan: Plan, worker: int) -> tuple[list[int], list[int]]:
     after, during = [], []
     for action in plan.actions[worker]:
         for buffer, num_bytes in allocations(action):
-            sizes[buffer] = num_bytes
-            held += num_bytes
+            # What is on the host takes none of the worker's memory.
+            sizes[buffer] = 0 if buffer.kind == "host" else num_bytes
+            held += sizes[buffer]
         during.append(held + (action.workspace_bytes if isinstance(action, Compute) else 0))
         if isinstance(action, Free):
             held -= sum(sizes.pop(buffer) for buffer in action.buffers)
@@ -55,7 +56,7 @@ def flat_held_bytes(plan: FlatPlan) -> tuple[Ints, Ints]:
         actions.workspace_bytes,
         actions.allocation_start,
         allocated,
-        actions.allocation_bytes,
+        np.where(actions.allocation_kind == HOST, 0, actions.allocation_bytes),
         actions.free_start,
         freed,
         size,
@@ -97,7 +98,7 @@ def buffer_numbers(plan: FlatPlan) -> tuple[Ints, Ints, int]:
 
 def allocations(action: Action) -> tuple[tuple[Buffer, int], ...]:
     """(buffer, bytes) that an action allocates."""
-    return action.allocations if isinstance(action, Load | Compute | Post) else ()
+    return action.allocations if isinstance(action, Load | Compute | Offload | Reload | Post) else ()
 
 
 @numba.njit(cache=True)

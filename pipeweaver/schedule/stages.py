@@ -74,6 +74,8 @@ class UnitCosts(NamedTuple):
     forward_workspace_bytes: Ints
     backward_workspace_bytes: Ints
     weight_bytes: Ints
+    offloaded_bytes: Ints
+    offload_ns: Ints
 
 
 class StepStages:

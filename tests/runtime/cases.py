@@ -18,9 +18,11 @@ from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.ir import Compute, Draft, Plan, Stage
+from pipeweaver.schedule.ir import Draft, Plan, Stage, Strategy
 from pipeweaver.schedule.verify import verify
 from tests.runtime.graphs import BATCHES, GRAPHS, batch_of, graph_of
+
+STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "recompute-attention", "offload")
 
 CHOICES = {
     "graph": GRAPHS,
@@ -92,6 +94,7 @@ def make_plans(
     costs = FlatCosts(
         layers={module.name: len(module.layers) for module in graph.modules},
         row_ns={module.name: draw.randint(300, 3000) for module in graph.modules},
+        missing=frozenset(f"{module.name}.before" for module in graph.modules if module.before is None),
     )
     options = PolicyOptions(
         encoder_first=case.workers == 1 and draw.random() < 0.5,
@@ -120,8 +123,8 @@ def make_plans(
                 forward_only=forward_only,
                 options=options,
             )
-            draft = splitting(draft, draw)
-            plans.append(recomputing(graph, compile_plan(graph, share, draft, costs, dtype="float64"), draw))
+            draft = forgetting(graph, splitting(draft, draw), draw)
+            plans.append(compile_plan(graph, share, draft, costs, dtype="float64"))
         verify(plans, graph, of_step, dtype="float64")
         steps.append(plans)
     return steps
@@ -146,17 +149,15 @@ def splitting(draft: Draft, draw: random.Random) -> Draft:
     return msgspec.structs.replace(draft, order=tuple(orders))
 
 
-def recomputing(graph: ModelGraph, plan: Plan, draw: random.Random) -> Plan:
-    """The plan with memory strategies of some forwards drawn at random."""
-    actions = []
-    for of_worker in plan.actions:
-        changed = []
-        for action in of_worker:
-            if isinstance(action, Compute) and action.stage.phase == "F" and draw.random() < 0.3:
-                chunk = plan.placement.chunks[action.stage.chunk]
-                layers = list(graph.by_name[chunk.module].range(chunk.start, chunk.stop))
-                strategies = tuple(draw.choice(["keep", "recompute", "recompute-attention"]) for _ in layers)
-                action = msgspec.structs.replace(action, strategies=strategies)
-            changed.append(action)
-        actions.append(tuple(changed))
-    return msgspec.structs.replace(plan, actions=tuple(actions))
+def forgetting(graph: ModelGraph, draft: Draft, draw: random.Random) -> Draft:
+    """The draft with memory strategies of the layers of some parts drawn at random."""
+    strategies = []
+    for chunk, parts in zip(draft.placement.chunks, draft.parts, strict=True):
+        layers = list(graph.by_name[chunk.module].range(chunk.start, chunk.stop))
+        strategies.append(
+            tuple(
+                tuple(draw.choice(STRATEGIES) for _ in layers) if draw.random() < 0.5 else ("keep",) * len(layers)
+                for _ in parts
+            )
+        )
+    return msgspec.structs.replace(draft, strategies=tuple(strategies))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeweaver.runtime.execution import Execution
+from pipeweaver.runtime.offload import SavedTensors
 from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.schedule.ir import Free
 from tests.runtime.cases import Case, make_batch, make_graph, make_plans
@@ -21,6 +22,7 @@ def test_buffers_are_what_the_plan_says_and_go_when_it_says(kind, monkeypatch):
     graph = make_graph(case)
     ((plan,),) = make_plans(case, graph, [make_batch(case, graph, 0)])
     alive: dict = {}
+    seen: set = set()
     sizes: dict = {}
     allocate, perform = Execution._allocate, Execution.perform
 
@@ -29,6 +31,7 @@ def test_buffers_are_what_the_plan_says_and_go_when_it_says(kind, monkeypatch):
         for (kind, first, second), num_bytes in allocations:
             key = (self.address.worker, kind, first, second)
             tensors = tensors_of(content)
+            seen.add(key)
             alive[key] = [weakref.ref(tensor) for tensor in tensors]
             if kind in ("received", "gradient", "output"):
                 sizes[key] = (sum(tensor.nbytes for tensor in tensors), num_bytes)
@@ -49,6 +52,7 @@ def test_buffers_are_what_the_plan_says_and_go_when_it_says(kind, monkeypatch):
         gc.enable()
     assert not alive
     assert {key[1] for key in sizes} >= {"received", "gradient"}
+    assert {key[1] for key in seen} >= {"weight", "leaving", "host", "returned"}
     for key, (found, planned) in sizes.items():
         assert found == planned, key
 
@@ -60,4 +64,6 @@ def tensors_of(content):
         return list(content.values())
     if isinstance(content, WeightGradients):
         return [tensor for product in content._products for tensor in (product.inputs, product.gradient)]
+    if isinstance(content, SavedTensors):
+        return [*content._on_host, *(storage.bytes() for storage in content._storages)]
     return list(content.outputs.values())

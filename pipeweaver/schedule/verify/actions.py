@@ -11,14 +11,20 @@ from pipeweaver.schedule.flat import (
     COMPUTE,
     FREE,
     GRADIENT,
+    HOST,
+    LEAVING,
     LOAD,
     LOADED,
     NORM,
+    OFFLOAD,
     OUTPUT,
     PHASES,
     POST,
     REDUCE,
+    RELOAD,
+    RETURNED,
     SAVED,
+    SETTLE,
     STEP,
     WAIT,
     WEIGHT,
@@ -56,7 +62,17 @@ from pipeweaver.schedule.verify.words import PlanError, buffer_name, describe
     BEFORE_LAST,
     NEVER_WAITS,
     NEVER_FREES,
-) = range(24)
+    NO_UNIT,
+    WRONG_LEAVING,
+    WRONG_COPY,
+    NOTHING_LEAVES,
+    NOT_ON_HOST,
+    NO_COPY,
+    NOT_RETURNED,
+) = range(31)
+
+STAYS, GOES, AWAY, COMES, BACK = range(5)
+"""Where what a unit offloads is: on the device, on its way to the host, there, on its way back, on the device again."""
 
 
 def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
@@ -70,6 +86,7 @@ def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
     allocated, freed, num_buffers = buffer_numbers(plan)
     needed = [_loads(graph, plan, number) for number in range(len(head.placement.chunks))]
     loads = np.array([[set(names) == wanted for wanted in needed] for names in plan.loads], np.bool_)
+    offloads = np.array(["offload" in chosen for chosen in plan.strategies], np.bool_)
     code, worker, action, detail = _run(
         actions.start,
         actions.kind,
@@ -97,6 +114,7 @@ def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
         *_by_unit(source, int(units[-1])),
         loads.reshape(len(plan.loads), len(needed)),
         np.array([bool(names) for names in needed], np.bool_),
+        offloads,
         np.diff(plan.order.start),
     )
     if code != FINE:
@@ -143,20 +161,28 @@ def _words(plan: FlatPlan, code: int, worker: int, number: int, detail: int, nee
             text += f" before {_user(plan, int(kind), extra)} has used it"
     else:
         wanted = sorted(needed[int(a.first[number])]) if code == LOADS_OTHERS else []
+        producer = _producer(plan, detail) if code in (NO_INPUT, SENT_EARLY) else None
         text = {
             LOADS_NOTHING: "is for a chunk that does not exist",
             LOADS_OTHERS: f"should load {wanted}",
             NOT_LOADED: "runs before its data is loaded",
-            NO_INPUT: f"runs before {_producer(plan, detail)}, which it depends on",
+            NO_INPUT: f"runs before {producer}, which it depends on",
             NOT_RECEIVED: f"runs before transfer {detail} is waited for, or after it is freed",
             NO_INPUT_HALF: "runs before I, or after what it needs is freed",
             NOT_SAVED: "runs before its forward, or after what it saved is freed",
             NO_TRANSFER: "is for a transfer that does not exist",
             NOT_ITS_POST: "is not this worker's, or is posted twice",
             WRONG_RECEIVE: "must allocate exactly the tensor that it receives",
-            SENT_EARLY: f"sends what {_producer(plan, detail)} has not produced yet",
+            SENT_EARLY: f"sends what {producer} has not produced yet",
             WAITS_WRONGLY: "waits for a transfer that it has not posted, or has already waited for",
             BEFORE_LAST: "comes before the last stage",
+            NO_UNIT: "is for a chunk or part that does not exist",
+            WRONG_LEAVING: "must have something leaving if, and only if, a layer is offloaded",
+            WRONG_COPY: "must allocate exactly what it copies",
+            NOTHING_LEAVES: "copies what is not there to be copied",
+            NOT_ON_HOST: "brings back what is not on the host",
+            NO_COPY: "waits for a copy that has not begun",
+            NOT_RETURNED: "runs before what was offloaded is back, or after it is freed",
         }[code]
     return f"worker {worker}: {describe(plan.action(number))} {text}"
 
@@ -217,6 +243,7 @@ def _run(  # type: ignore[no-untyped-def]
     outgoing,
     loads,
     must_load,
+    offloads,
     num_stages,
 ):
     """(code, worker, action, detail) of the first thing that is wrong."""
@@ -227,6 +254,7 @@ def _run(  # type: ignore[no-untyped-def]
         done = np.zeros((num_units, len(PHASES)), np.bool_)
         posted, waited = np.zeros(num_transfers, np.bool_), np.zeros(num_transfers, np.bool_)
         held, gone = np.zeros(num_buffers, np.bool_), np.zeros(num_buffers, np.bool_)
+        leaving, where = np.full(num_units, -1, np.int64), np.full(num_units, STAYS, np.int64)
         computed = 0
         for a in range(start[w], start[w + 1]):
             what, x = kind[a], first[a]
@@ -257,12 +285,19 @@ def _run(  # type: ignore[no-untyped-def]
                                 return NOT_RECEIVED, w, a, t
                         elif not done[source[e], f]:
                             return NO_INPUT, w, a, 2 * e
+                    for k in range(allocation_start[a], allocation_start[a + 1]):
+                        if allocated[k] == LEAVING * num_units + u:
+                            leaving[u] = allocation_bytes[k]
+                    if offloads[detail[a]] != (leaving[u] >= 0):
+                        return WRONG_LEAVING, w, a, 0
                 elif p == w_:
                     if not done[u, i_] or not held[WEIGHT * num_units + u]:
                         return NO_INPUT_HALF, w, a, 0
                 else:
                     if not done[u, f] or not held[SAVED * num_units + u]:
                         return NOT_SAVED, w, a, 0
+                    if leaving[u] >= 0 and (where[u] != BACK or not held[RETURNED * num_units + u]):
+                        return NOT_RETURNED, w, a, 0
                     for k in range(outgoing_start[u], outgoing_start[u + 1]):
                         e = outgoing[k]
                         if grad[e]:
@@ -275,7 +310,7 @@ def _run(  # type: ignore[no-untyped-def]
                 for k in range(allocation_start[a], allocation_start[a + 1]):
                     of = allocated[k] // num_units
                     if p == f:
-                        expected = of in (SAVED, OUTPUT)
+                        expected = of in (SAVED, OUTPUT, LEAVING)
                     elif p == w_:
                         expected = False
                     else:
@@ -284,6 +319,24 @@ def _run(  # type: ignore[no-untyped-def]
                         return FOREIGN_BUFFER, w, a, k
                 done[u, p] = True
                 computed += 1
+            elif what in (OFFLOAD, RELOAD, SETTLE):
+                if not 0 <= x < num_chunks or not 0 <= second[a] < units[x + 1] - units[x]:
+                    return NO_UNIT, w, a, 0
+                u, k = units[x] + second[a], allocation_start[a]
+                if what == SETTLE:
+                    if where[u] != GOES and where[u] != COMES:
+                        return NO_COPY, w, a, 0
+                    where[u] += 1
+                    continue
+                if what == OFFLOAD and (where[u] != STAYS or not held[LEAVING * num_units + u]):
+                    return NOTHING_LEAVES, w, a, 0
+                if what == RELOAD and (where[u] != AWAY or not held[HOST * num_units + u]):
+                    return NOT_ON_HOST, w, a, 0
+                made = (HOST if what == OFFLOAD else RETURNED) * num_units + u
+                count = allocation_start[a + 1] - k
+                if count != 1 or allocated[k] != made or allocation_bytes[k] != leaving[u]:
+                    return WRONG_COPY, w, a, 0
+                where[u] += 1
             elif what == POST:
                 if not 0 <= x < num_transfers:
                     return NO_TRANSFER, w, a, 0
@@ -327,6 +380,12 @@ def _run(  # type: ignore[no-untyped-def]
                             return FREED_EARLY, w, a, place
                     elif of in (LOADED, WEIGHT):
                         if not done[u, f if of == LOADED else w_]:
+                            return FREED_EARLY, w, a, place
+                    elif of in (LEAVING, HOST):
+                        if where[u] < (AWAY if of == LEAVING else BACK):
+                            return FREED_EARLY, w, a, place
+                    elif of == RETURNED:
+                        if not (done[u, b] or done[u, i_]):
                             return FREED_EARLY, w, a, place
                     elif of == GRADIENT:
                         for j in range(incoming_start[u], incoming_start[u + 1]):

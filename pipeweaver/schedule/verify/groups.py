@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.flat import NORM, REDUCE, STEP, FlatPlan
 from pipeweaver.schedule.verify.words import PlanError
@@ -43,7 +45,7 @@ def check_groups(plans: Sequence[FlatPlan], graph: ModelGraph) -> None:
         actions = one.actions
         for worker in range(one.num_workers):
             here = slice(actions.start[worker], actions.start[worker + 1])
-            ending = actions.kind[here] >= REDUCE
+            ending = np.isin(actions.kind[here], list(names))
             pairs = zip(actions.kind[here][ending].tolist(), actions.first[here][ending].tolist(), strict=True)
             got = [(names[kind], group if kind == REDUCE else -1) for kind, group in pairs]
             expected = [

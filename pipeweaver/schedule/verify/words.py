@@ -7,8 +7,11 @@ from pipeweaver.schedule.ir import (
     Buffer,
     Compute,
     Load,
+    Offload,
     Post,
     Reduce,
+    Reload,
+    Settle,
     Wait,
 )
 
@@ -31,8 +34,8 @@ def describe(action: Action) -> str:
             return str(action.stage)
         case Post() | Wait():
             return f"{type(action).__name__.lower()} of transfer {action.transfer}"
-        case Load():
-            return f"load of part {action.part} of chunk {action.chunk}"
+        case Load() | Offload() | Reload() | Settle():
+            return f"{type(action).__name__.lower()} of part {action.part} of chunk {action.chunk}"
         case Reduce():
             return f"reduction of group {action.group}"
         case _:
