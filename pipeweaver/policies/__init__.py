@@ -9,7 +9,7 @@ All drafts go through the same compiler, verifier, emulator and runtime, so comp
 
 from __future__ import annotations
 
-from pipeweaver.policies import dynamic, gpipe, interleaved, one_f_one_b
+from pipeweaver.policies import dynamic, gpipe, interleaved, one_f_one_b, wavefront
 from pipeweaver.policies.policy import Policy
 
 POLICIES: dict[str, Policy] = {
@@ -17,4 +17,5 @@ POLICIES: dict[str, Policy] = {
     "1f1b": one_f_one_b.POLICY,
     "interleaved-1f1b": interleaved.POLICY,
     "dynamic": dynamic.POLICY,
+    **wavefront.POLICIES,
 }

@@ -62,6 +62,7 @@ def place(
     options: PolicyOptions = DEFAULTS,
     *,
     dtype: str = "float32",
+    budget_bytes: int | None = None,
 ) -> Placement:
     """Chunks of even cost, `options.chunks_per_worker` of them where set, else the K that schedules the sample best."""
     per_layer = layer_costs(graph, costs, shares)

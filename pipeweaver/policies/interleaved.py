@@ -38,6 +38,7 @@ def place(
     options: PolicyOptions = DEFAULTS,
     *,
     dtype: str = "float32",
+    budget_bytes: int | None = None,
 ) -> Placement:
     """`options.pieces_per_worker` pieces of the concatenated modules per worker."""
     return place_contiguous(graph, workers, costs, shares, options, pieces_per_worker=options.pieces_per_worker)

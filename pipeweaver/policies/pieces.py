@@ -47,6 +47,7 @@ def place_contiguous(
     options: PolicyOptions = DEFAULTS,
     *,
     dtype: str = "float32",
+    budget_bytes: int | None = None,
     pieces_per_worker: int = 1,
 ) -> Placement:
     """The concatenated modules in workers * pieces_per_worker pieces of even cost."""

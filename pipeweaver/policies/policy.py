@@ -16,8 +16,9 @@ from pipeweaver.schedule.ir import Draft, Placement
 class Place(Protocol):
     """Chunks on workers, for a whole run, from a sample of its batches (one share per batch and replica).
 
-    `dtype` is what tensors between chunks are in. Raises ValueError if the layers do not suffice, or the sample
-    is empty.
+    `dtype` is what tensors between chunks are in, `budget_bytes` what each worker may hold, parameters included, for
+    policies that place by memory; None is unlimited. Raises ValueError if the layers or the memory do not suffice, or
+    the sample is empty.
     """
 
     def __call__(
@@ -29,6 +30,7 @@ class Place(Protocol):
         options: PolicyOptions = DEFAULTS,
         *,
         dtype: str = "float32",
+        budget_bytes: int | None = None,
     ) -> Placement: ...
 
 

@@ -89,7 +89,15 @@ def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_byte
     replicas = job.workers.replicas
     shares = [share for batch in sample_batches(loader) for share in share_out(graph, batch, replicas, costs)]
     policy = POLICIES[job.policy.name]
-    placement = policy.place(graph, job.workers.pipeline, costs, shares, job.policy.options, dtype=job.run.dtype)
+    placement = policy.place(
+        graph,
+        job.workers.pipeline,
+        costs,
+        shares,
+        job.policy.options,
+        dtype=job.run.dtype,
+        budget_bytes=budget_bytes,
+    )
     return planning(job, graph, placement, costs, budget_bytes)
 
 

@@ -50,10 +50,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Which chunks live on which of the workers 0..workers-1 of a replica."""
+    """Which chunks live on which of the workers 0..workers-1 of a replica.
+
+    A wavefront plan lists chunks in the order in which they run. Where it goes forward and backward several times,
+    `passes` has the number of the first chunk of every pass but the first.
+    """
 
     workers: int
     chunks: tuple[Chunk, ...]
+    passes: tuple[int, ...] = ()
 
     def on(self, worker: int) -> tuple[int, ...]:
         """Numbers of the chunks on a worker."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeweaver.wavefront.metagraph import Links, MetaGraph, Schedule, Slice
+from pipeweaver.wavefront.metagraph import FREE, Links, MetaGraph, Schedule, Slice
 
 
-def sequential(graph: MetaGraph, workers: int, links: Links = Links()) -> Schedule:  # noqa: B008
+def sequential(graph: MetaGraph, workers: int, links: Links = FREE) -> Schedule:
     """One task after another, one MetaOp after another, each on the largest useful count."""
     ends_ns = 0
     slices: list[Slice] = []
@@ -33,7 +33,7 @@ def sequential(graph: MetaGraph, workers: int, links: Links = Links()) -> Schedu
     return Schedule(workers=workers, slices=tuple(slices), policy="sequential")
 
 
-def task_parallel(graph: MetaGraph, workers: int, links: Links = Links()) -> Schedule:  # noqa: B008
+def task_parallel(graph: MetaGraph, workers: int, links: Links = FREE) -> Schedule:
     """Whole tasks side by side, each one MetaOp after another on workers of its own.
 
     Workers are given greedily, by marginal gain per worker or to the slowest task, whichever ends first. With more

@@ -12,13 +12,13 @@ from __future__ import annotations
 from itertools import product
 
 from pipeweaver.wavefront.allocate import relaxed, two_counts
-from pipeweaver.wavefront.metagraph import Links, MetaGraph, Schedule, Slice
+from pipeweaver.wavefront.metagraph import FREE, Links, MetaGraph, Schedule, Slice
 from pipeweaver.wavefront.waves import Rules, Wave, make_waves
 
 RULES = tuple(Rules(nearest=n, extend=e, by_far=f) for n, e, f in product((True, False), repeat=3) if e or not f)
 
 
-def plan_levels(graph: MetaGraph, workers: int, links: Links = Links()) -> Schedule:  # noqa: B008
+def plan_levels(graph: MetaGraph, workers: int, links: Links = FREE) -> Schedule:
     """The paper's plan. Raises ValueError if a MetaOp needs more than `workers` workers."""
     slices: list[Slice] = []
     numbers: list[int] = []

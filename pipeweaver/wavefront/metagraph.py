@@ -12,7 +12,7 @@ Times are forward and backward together: the forward runs the slices in order, t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -27,8 +27,8 @@ class MetaOp:
     and every larger count is faster. `before_ns` and `after_ns` are what its first and its last layer take beyond
     that, by count (empty: nothing). Bytes: `static_bytes[l]` are held by every holder of layer l throughout (parameters,
     gradients, optimizer state; empty: nothing), `saved_bytes` by each layer from forward to backward, over all workers
-    together, `carried_bytes` move from one layer to the next. `parameters` names what layer 0 shares with other MetaOps:
-    (module, layer index) pairs count up from it.
+    together, `carried_bytes` move from one layer to the next. Its layer l is layer `first_layer` + l of `module`: MetaOps
+    with layers in common share their parameters.
     """
 
     name: str
@@ -38,7 +38,8 @@ class MetaOp:
     before_ns: tuple[int, ...] = ()
     after_ns: tuple[int, ...] = ()
     task: str = ""
-    parameters: tuple[str, int] | None = None
+    module: str = ""
+    first_layer: int = 0
     static_bytes: tuple[int, ...] = ()
     saved_bytes: int = 0
     carried_bytes: int = 0
@@ -135,6 +136,10 @@ class Links:
         return 2 * self.latency_ns + moved
 
 
+FREE = Links()
+"""Data takes no time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Slices of a MetaGraph in time, in the order in which they start. `lower_bound_ns` holds for any schedule."""
@@ -144,8 +149,10 @@ class Schedule:
     policy: str
     lower_bound_ns: int = 0
     evaluations: int = 0
-    waves: tuple[int, ...] = field(default=())
+    waves: tuple[int, ...] = ()
     """The wave of each slice, where the policy works in waves."""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """The workers of each slice, in the order of the parts that its batch is split into; once they are chosen."""
 
     @property
     def makespan_ns(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pipeweaver.wavefront.baselines import sequential, task_parallel
 from pipeweaver.wavefront.bound import area_bound_ns
 from pipeweaver.wavefront.levels import plan_levels
-from pipeweaver.wavefront.metagraph import Links, MetaGraph, Schedule
+from pipeweaver.wavefront.metagraph import FREE, Links, MetaGraph, Schedule
 from pipeweaver.wavefront.packing import packing_bound
 from pipeweaver.wavefront.replan import replanned
 from pipeweaver.wavefront.search import anneal, makespan_ns
@@ -31,7 +31,7 @@ TRIED, KEPT = 6, 2
 def plan_wavefront(
     graph: MetaGraph,
     workers: int,
-    links: Links = Links(),  # noqa: B008
+    links: Links = FREE,
     *,
     seed: int = 0,
     effort: int = EFFORT,

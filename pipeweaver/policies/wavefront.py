@@ -1,0 +1,189 @@
+"""Wavefront plans (Spindle, 2409.03365; spindle.md): what scales badly runs side by side, in waves.
+
+    wavefront          ours: no barriers between levels, searched; the best of this and the others by emulation
+    wavefront-levels   the paper's method
+    sequential         one task after another on all workers
+    task-parallel      whole tasks side by side
+
+*Once per run*: MetaOps from a batch of the sample (the one with most modules, else the middle one), schedules of them,
+workers for their slices. Compiled and emulated, the one with the shortest step counts: transfers, reductions over the
+holders of every parameter, the optimizer and memory are part of it. Where activations of a whole step do not fit, it is
+planned in 2, 3, 4… passes of forward and backward. *Each step*: the items at hand are cut over the workers of every
+slice, and passes are made finer where this batch needs more memory than the sample did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pipeweaver.costs import Costs
+from pipeweaver.data.items import Share
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.options import DEFAULTS, PolicyOptions
+from pipeweaver.planner.partition import task_modules
+from pipeweaver.policies.policy import Place as PlaceRun
+from pipeweaver.policies.policy import PlanStep, Policy
+from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.groups import layers_on
+from pipeweaver.schedule.ir import Draft, Placement, Prediction
+from pipeweaver.wavefront.baselines import sequential, task_parallel
+from pipeweaver.wavefront.bind import bind, cluster_of
+from pipeweaver.wavefront.draft import draft_of, placement_of, with_idle
+from pipeweaver.wavefront.levels import plan_levels
+from pipeweaver.wavefront.metagraph import Links, MetaGraph, Schedule
+from pipeweaver.wavefront.passes import split_passes
+from pipeweaver.wavefront.place import Cluster, Held, MemoryShortage, add_held, place
+from pipeweaver.wavefront.plan import plan_wavefront
+
+PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of passes that are tried, in this order, until one fits into memory."""
+DEAR = 8
+"""Ours is also planned as if data took this many times as long: fewer changes of workers, in case they cost more."""
+
+Planner = Callable[[MetaGraph, int, Links], Schedule]
+
+
+def _searched(graph: MetaGraph, workers: int, links: Links) -> Schedule:
+    return plan_wavefront(graph, workers, links)
+
+
+def _searched_with_dear_links(graph: MetaGraph, workers: int, links: Links) -> Schedule:
+    dear = Links(latency_ns=DEAR * max(1, links.latency_ns), bytes_per_us=max(1, links.bytes_per_us // DEAR))
+    return plan_wavefront(graph, workers, dear, seed=1)
+
+
+PLANNERS: dict[str, tuple[Planner, ...]] = {
+    "wavefront": (_searched, _searched_with_dear_links, plan_levels, task_parallel, sequential),
+    "wavefront-levels": (plan_levels,),
+    "task-parallel": (task_parallel,),
+    "sequential": (sequential,),
+}
+"""What each policy emulates to choose from."""
+
+
+def place_with(policy: str) -> PlaceRun:
+    """The `place` of a policy by its name in PLANNERS."""
+
+    def place_run(
+        graph: ModelGraph,
+        workers: int,
+        costs: Costs,
+        shares: Sequence[Share],
+        options: PolicyOptions = DEFAULTS,
+        *,
+        dtype: str = "float32",
+        budget_bytes: int | None = None,
+    ) -> Placement:
+        share = _typical(shares)
+        cluster = replace(cluster_of(costs, workers), memory_bytes=budget_bytes)
+        shortage: MemoryShortage | None = None
+        for passes in PASSES:
+            parts = split_passes(graph, share, passes)
+            graphs = [bind(graph, part, costs, workers, dtype=dtype) for part in parts]
+            best: tuple[int, Placement] | None = None
+            for planner in PLANNERS[policy]:
+                try:
+                    placement = placement_of(graphs, _placed(graphs, planner, cluster))
+                except MemoryShortage as error:
+                    shortage = error
+                    continue
+                placement = with_idle(placement, task_modules(graph, shares), graph)
+                draft = draft_of(graph, placement, share, costs, policy=policy)
+                predicted = _predicted(graph, share, draft, costs, dtype)
+                missing = max(predicted.peak_bytes) - (budget_bytes or 0)
+                if budget_bytes is not None and missing > 0:
+                    shortage = MemoryShortage(
+                        _too_much(share, predicted, placement, graph, costs, budget_bytes), missing
+                    )
+                elif best is None or predicted.step_ns < best[0]:
+                    best = predicted.step_ns, placement
+            if best is not None:
+                return best[1]
+            if passes >= len(share.items):
+                break
+        assert shortage is not None
+        raise shortage
+
+    return place_run
+
+
+def plan_with(policy: str) -> PlanStep:
+    """The `plan` of a policy by its name in PLANNERS."""
+
+    def plan(
+        graph: ModelGraph,
+        placement: Placement,
+        share: Share,
+        costs: Costs,
+        *,
+        budget_bytes: int | None,
+        seed: int,
+        rounds: int,
+        forward_only: bool = False,
+        options: PolicyOptions = DEFAULTS,
+        dtype: str = "float32",
+    ) -> Draft:
+        """Parts for the items at hand. Raises ValueError if the budget cannot be kept."""
+        least: Prediction | None = None
+        for finer in PASSES:
+            draft = draft_of(
+                graph, placement, share, costs, finer=finer, forward_only=forward_only, policy=policy, seed=seed,
+                rounds=rounds,
+            )  # fmt: skip
+            if budget_bytes is None:
+                return draft
+            predicted = _predicted(graph, share, draft, costs, dtype)
+            if max(predicted.peak_bytes) <= budget_bytes:
+                return draft
+            if least is None or max(predicted.peak_bytes) < max(least.peak_bytes):
+                least = predicted
+            if finer >= len(share.items):
+                break
+        assert least is not None and budget_bytes is not None
+        raise ValueError(_too_much(share, least, placement, graph, costs, budget_bytes))
+
+    return plan
+
+
+POLICIES = {name: Policy(place=place_with(name), plan=plan_with(name)) for name in PLANNERS}
+
+
+def _placed(graphs: Sequence[MetaGraph], planner: Planner, cluster: Cluster) -> list[Schedule]:
+    """A placed schedule for every pass; parameters that one pass put somewhere are there in the others."""
+    held: Held = {}
+    schedules = []
+    for graph in graphs:
+        schedules.append(place(graph, planner(graph, cluster.workers, cluster.links()), cluster, held=held))
+        held = add_held(graph, schedules[-1], held)
+    return schedules
+
+
+def _typical(shares: Sequence[Share]) -> Share:
+    """The share with most modules and tasks; among those, the one in the middle by tokens."""
+    filled = [share for share in shares if share.items]
+    if not filled:
+        raise ValueError("there is nothing to plan: the sample of batches is empty")
+    modules = [len({(item.task, item.module) for item in share.items}) for share in filled]
+    widest = [share for share, count in zip(filled, modules, strict=True) if count == max(modules)]
+    widest.sort(key=lambda share: sum(item.sizes["tokens"] for item in share.items))
+    return widest[len(widest) // 2]
+
+
+def _predicted(graph: ModelGraph, share: Share, draft: Draft, costs: Costs, dtype: str) -> Prediction:
+    predicted = compile_plan(graph, share, draft, costs, dtype=dtype).prediction
+    assert predicted is not None
+    return predicted
+
+
+def _too_much(
+    share: Share, predicted: Prediction, placement: Placement, graph: ModelGraph, costs: Costs, budget_bytes: int
+) -> str:
+    worker = max(range(placement.workers), key=lambda worker: predicted.peak_bytes[worker])
+    static = sum(costs.static_bytes(layer) for layer in layers_on(graph, placement, worker))
+    return (
+        f"no wavefront plan of step {share.step} fits: worker {worker} needs {predicted.peak_bytes[worker]:,} bytes even in "
+        f"the most passes that its samples allow, {predicted.peak_bytes[worker] - budget_bytes:,} more than the budget of "
+        f"{budget_bytes:,}; {static:,} of them are parameters, gradients and optimizer state; use more workers, smaller "
+        f"batches, or a larger budget"
+    )
