@@ -31,33 +31,48 @@ from pipeweaver.wavefront.baselines import sequential, task_parallel
 from pipeweaver.wavefront.bind import bind, cluster_of
 from pipeweaver.wavefront.draft import draft_of, placement_of, with_idle
 from pipeweaver.wavefront.levels import plan_levels
-from pipeweaver.wavefront.metagraph import Links, MetaGraph, Schedule
+from pipeweaver.wavefront.metagraph import MetaGraph, Schedule
 from pipeweaver.wavefront.passes import split_passes
 from pipeweaver.wavefront.place import Cluster, Held, MemoryShortage, add_held, place
 from pipeweaver.wavefront.plan import plan_wavefront
 
 PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of passes that are tried, in this order, until one fits into memory."""
-DEAR = 8
-"""Ours is also planned as if data took this many times as long: fewer changes of workers, in case they cost more."""
+EFFORT = 8_000_000
+"""Of each search, see `plan_wavefront`."""
+SEARCHES = 3
+"""Searches with links as fast as inside an island, which most slices stay in; one more expects slow ones."""
+HOPELESS = 1.5
+"""A placed schedule this much longer than the best emulated one so far is not emulated."""
 
-Planner = Callable[[MetaGraph, int, Links], Schedule]
+Planner = Callable[[MetaGraph, Cluster], Schedule]
 
 
-def _searched(graph: MetaGraph, workers: int, links: Links) -> Schedule:
-    return plan_wavefront(graph, workers, links)
+def _searched(number: int) -> Planner:
+    def plan(graph: MetaGraph, cluster: Cluster) -> Schedule:
+        links = cluster.inside if number < SEARCHES else cluster.across
+        return plan_wavefront(graph, cluster.workers, links, seed=number, effort=EFFORT)
+
+    return plan
 
 
-def _searched_with_dear_links(graph: MetaGraph, workers: int, links: Links) -> Schedule:
-    dear = Links(latency_ns=DEAR * max(1, links.latency_ns), bytes_per_us=max(1, links.bytes_per_us // DEAR))
-    return plan_wavefront(graph, workers, dear, seed=1)
+def _levels(graph: MetaGraph, cluster: Cluster) -> Schedule:
+    return plan_levels(graph, cluster.workers, cluster.inside)
+
+
+def _task_parallel(graph: MetaGraph, cluster: Cluster) -> Schedule:
+    return task_parallel(graph, cluster.workers, cluster.inside)
+
+
+def _sequential(graph: MetaGraph, cluster: Cluster) -> Schedule:
+    return sequential(graph, cluster.workers, cluster.inside)
 
 
 PLANNERS: dict[str, tuple[Planner, ...]] = {
-    "wavefront": (_searched, _searched_with_dear_links, plan_levels, task_parallel, sequential),
-    "wavefront-levels": (plan_levels,),
-    "task-parallel": (task_parallel,),
-    "sequential": (sequential,),
+    "wavefront": (*map(_searched, range(SEARCHES + 1)), _levels, _task_parallel, _sequential),
+    "wavefront-levels": (_levels,),
+    "task-parallel": (_task_parallel,),
+    "sequential": (_sequential,),
 }
 """What each policy emulates to choose from."""
 
@@ -81,13 +96,17 @@ def place_with(policy: str) -> PlaceRun:
         for passes in PASSES:
             parts = split_passes(graph, share, passes)
             graphs = [bind(graph, part, costs, workers, dtype=dtype) for part in parts]
-            best: tuple[int, Placement] | None = None
+            best: tuple[Prediction, Placement] | None = None
             for planner in PLANNERS[policy]:
                 try:
-                    placement = placement_of(graphs, _placed(graphs, planner, cluster))
+                    schedules = _placed(graphs, planner, cluster)
                 except MemoryShortage as error:
                     shortage = error
                     continue
+                planned_ns = sum(schedule.makespan_ns for schedule in schedules)
+                if best is not None and planned_ns > HOPELESS * best[0].makespan_ns:
+                    continue
+                placement = placement_of(graphs, schedules)
                 placement = with_idle(placement, task_modules(graph, shares), graph)
                 draft = draft_of(graph, placement, share, costs, policy=policy)
                 predicted = _predicted(graph, share, draft, costs, dtype)
@@ -96,8 +115,8 @@ def place_with(policy: str) -> PlaceRun:
                     shortage = MemoryShortage(
                         _too_much(share, predicted, placement, graph, costs, budget_bytes), missing
                     )
-                elif best is None or predicted.step_ns < best[0]:
-                    best = predicted.step_ns, placement
+                elif best is None or predicted.step_ns < best[0].step_ns:
+                    best = predicted, placement
             if best is not None:
                 return best[1]
             if passes >= len(share.items):
@@ -154,7 +173,7 @@ def _placed(graphs: Sequence[MetaGraph], planner: Planner, cluster: Cluster) -> 
     held: Held = {}
     schedules = []
     for graph in graphs:
-        schedules.append(place(graph, planner(graph, cluster.workers, cluster.links()), cluster, held=held))
+        schedules.append(place(graph, planner(graph, cluster), cluster, held=held))
         held = add_held(graph, schedules[-1], held)
     return schedules
 

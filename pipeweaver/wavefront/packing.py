@@ -15,17 +15,19 @@ Example, N = 2, two MetaOps of one layer, T(1) = 10, T(2) = 9: both on one worke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numba
 import numpy as np
 
-from pipeweaver.wavefront.metagraph import MetaGraph
+from pipeweaver.wavefront.metagraph import MetaGraph, MetaOp
 
 ROUNDS = 2_000
-TOLERANCE = 1e-4
+TOLERANCE = 3e-4
 """Rounds end when the bound is within this share of what the sets at hand reach."""
+NEGLIGIBLE = 1e-4
+"""MetaOps with less than this share of all device-time are left out: they would slow the rounds down."""
 REFRESH = 64
 """Pivots after which the inverse is computed anew."""
 
@@ -40,164 +42,160 @@ class Running(NamedTuple):
 class Packing(NamedTuple):
     lower_bound_ns: int
     sketch: tuple[Running, ...]
-    """Sets, in no order, that do all work in about the bound's time, data flows and whole layers aside."""
+    """Sets, in no order, that do all work in about the bound's time, data flows and whole layers aside. MetaOps of
+    negligible work are in none."""
 
 
 def packing_bound(graph: MetaGraph, workers: int) -> Packing:
     """Bound and sketch. Raises ValueError if a MetaOp needs more than `workers` workers."""
+    if not graph.ops:
+        return Packing(0, ())
     for op in graph.ops:
         op.fastest(workers)
-    works = [
-        _Work(number, amount, op.counts, unit_ns)
-        for number, op in enumerate(graph.ops)
-        for amount, unit_ns in ((op.num_layers, op.layer_ns), (1, op.before_ns), (1, op.after_ns))
-        if unit_ns and min(unit_ns) > 0
-    ]
-    if not works:
-        return Packing(0, ())
-    chain_of = np.zeros(len(works), np.int64)
-    chains = _chains(graph, works)
-    for number, chain in enumerate(chains):
-        chain_of[chain] = number
-    widest = max(len(work.counts) for work in works)
-    counts = np.zeros((len(works), widest), np.int64)
-    unit = np.ones((len(works), widest))
-    scale = max(max(work.unit_ns) for work in works)
-    for number, work in enumerate(works):
-        counts[number, : len(work.counts)] = work.counts
-        unit[number, : len(work.counts)] = np.array(work.unit_ns) / scale
-    amount = np.array([work.amount for work in works], np.float64)
-    bound, basis, times = _column_generation(amount, counts, unit, chain_of, len(chains), workers, ROUNDS, TOLERANCE)
+    whole_ns = {m: _whole_ns(op) for m, op in enumerate(graph.ops)}
+    area = {m: min(n * ns for n, ns in zip(graph.ops[m].counts, times, strict=True)) for m, times in whole_ns.items()}
+    kept = [m for m in whole_ns if area[m] >= NEGLIGIBLE * sum(area.values())]
+    chains = _chains(graph, {m: min(whole_ns[m]) for m in kept})
+    chain_of = np.array([next(i for i, chain in enumerate(chains) if m in chain) for m in kept], np.int64)
+    widest = max(len(graph.ops[m].counts) for m in kept)
+    counts = np.zeros((len(kept), widest), np.int64)
+    whole = np.ones((len(kept), widest))
+    scale = max(max(whole_ns[m]) for m in kept)
+    for row, m in enumerate(kept):
+        counts[row, : len(graph.ops[m].counts)] = graph.ops[m].counts
+        whole[row, : len(graph.ops[m].counts)] = np.array(whole_ns[m]) / scale
+    bound, basis, times = _column_generation(counts, whole, chain_of, len(chains), workers, ROUNDS, TOLERANCE)
     sketch = tuple(
-        Running(tuple((works[w].op, int(counts[w, i])) for w, i in enumerate(members) if i >= 0), time * scale)
+        Running(tuple((kept[row], int(counts[row, i])) for row, i in enumerate(members) if i >= 0), time * scale)
         for members, time in zip(basis.tolist(), times.tolist(), strict=True)
         if time > 1e-9
     )
     return Packing(max(0, int(bound * scale * (1 - 1e-9))), sketch)
 
 
-class _Work(NamedTuple):
-    """Work of one kind: the layers of a MetaOp, or what its first or last layer has beyond that."""
+def _whole_ns(op: MetaOp) -> list[float]:
+    """At most the time of a MetaOp on each of its counts, in layers: what its ends take beyond a layer of theirs counts
+    as the part of a layer that it is on the count where it is least."""
+    layers = float(op.num_layers)
+    for ends in (op.before_ns, op.after_ns):
+        layers += min((end / layer for end, layer in zip(ends, op.layer_ns, strict=False)), default=0.0)
+    return [layers * layer for layer in op.layer_ns]
 
-    op: int
-    amount: int
-    counts: tuple[int, ...]
-    unit_ns: tuple[int, ...]
 
-
-def _chains(graph: MetaGraph, works: Sequence[_Work]) -> list[list[int]]:
-    """Works in chains of which any two depend on each other; the longest paths, by least time, first."""
-    least = [work.amount * min(work.unit_ns) for work in works]
-    left = [number for op in graph.order for number, work in enumerate(works) if work.op == op]
+def _chains(graph: MetaGraph, least: Mapping[int, float]) -> list[list[int]]:
+    """MetaOps in chains of which any two depend on each other; the longest paths, by least time, first."""
+    left = [op for op in graph.order if op in least]
     chains: list[list[int]] = []
     while left:
-        length: dict[int, int] = {}
+        length: dict[int, float] = {}
         before: dict[int, int | None] = {}
-        for number in left:
-            op = works[number].op
-            earlier = [other for other in length if works[other].op == op or works[other].op in graph.ancestors[op]]
-            before[number] = max(earlier, key=lambda other: length[other], default=None)
-            length[number] = least[number] + max((length[other] for other in earlier), default=0)
+        for op in left:
+            earlier = [other for other in length if other in graph.ancestors[op]]
+            before[op] = max(earlier, key=lambda other: length[other], default=None)
+            length[op] = least[op] + max((length[other] for other in earlier), default=0.0)
         chain: list[int] = []
-        tip: int | None = max(left, key=lambda number: length[number])
+        tip: int | None = max(left, key=lambda op: length[op])
         while tip is not None:
             chain.append(tip)
             tip = before[tip]
         chains.append(chain)
-        left = [number for number in left if number not in chain]
+        left = [op for op in left if op not in chain]
     return chains
 
 
 @numba.njit(cache=True)
-def _column_generation(amount, counts, unit, chain_of, num_chains, workers, rounds, tolerance):  # type: ignore[no-untyped-def]
-    """(bound, sets of the basis as indices of counts or -1 [W, W], their times [W]), by the revised simplex method."""
-    num_works = len(amount)
-    basis = np.full((num_works, num_works), -1, np.int64)
-    for work in range(num_works):
+def _column_generation(counts, whole, chain_of, num_chains, workers, rounds, tolerance):  # type: ignore[no-untyped-def]
+    """(bound, sets of the basis as indices of counts or -1 [M, M], their times [M]), by the revised simplex method.
+
+    A row says that all of a MetaOp is done; a set does 1 / whole of it per time.
+    """
+    num_ops = len(counts)
+    basis = np.full((num_ops, num_ops), -1, np.int64)
+    for m in range(num_ops):
         for index in range(counts.shape[1]):
-            if 0 < counts[work, index] <= workers:
-                basis[work, work] = index
-    inverse = _inverse(basis, unit)
-    times = inverse @ amount
+            if 0 < counts[m, index] <= workers:
+                basis[m, m] = index
+    inverse = _inverse(basis, whole)
+    times = inverse.sum(axis=1)
     best = 0.0
     for number in range(rounds):
         prices = inverse.sum(axis=0)
-        worth, members = _most_valuable(prices, counts, unit, chain_of, num_chains, workers)
-        best = max(best, (np.maximum(prices, 0.0) * amount).sum() / max(worth, 1.0))
+        worth, members = _most_valuable(prices, counts, whole, chain_of, num_chains, workers)
+        best = max(best, np.maximum(prices, 0.0).sum() / max(worth, 1.0))
         if worth <= 1.0 + 1e-9 or best >= (1.0 - tolerance) * times.sum():
             break
-        column = np.zeros(num_works)
-        for work in range(num_works):
-            if members[work] >= 0:
-                column[work] = 1.0 / unit[work, members[work]]
+        column = np.zeros(num_ops)
+        for m in range(num_ops):
+            if members[m] >= 0:
+                column[m] = 1.0 / whole[m, members[m]]
         direction = inverse @ column
         leaving, step = -1, np.inf
-        for row in range(num_works):
+        for row in range(num_ops):
             if direction[row] > 1e-9 and max(times[row], 0.0) / direction[row] < step:
                 leaving, step = row, max(times[row], 0.0) / direction[row]
         basis[leaving] = members
         if number % REFRESH == REFRESH - 1:
-            inverse = _inverse(basis, unit)
+            inverse = _inverse(basis, whole)
         else:
             pivot = inverse[leaving] / direction[leaving]
-            for row in range(num_works):
+            for row in range(num_ops):
                 inverse[row] -= direction[row] * pivot
             inverse[leaving] = pivot
-        times = inverse @ amount
+        times = inverse.sum(axis=1)
     return best, basis, times
 
 
 @numba.njit(cache=True)
-def _inverse(basis, unit):  # type: ignore[no-untyped-def]
-    num_works = len(basis)
-    matrix = np.zeros((num_works, num_works))
-    for column in range(num_works):
-        for work in range(num_works):
-            if basis[column, work] >= 0:
-                matrix[work, column] = 1.0 / unit[work, basis[column, work]]
+def _inverse(basis, whole):  # type: ignore[no-untyped-def]
+    num_ops = len(basis)
+    matrix = np.zeros((num_ops, num_ops))
+    for column in range(num_ops):
+        for m in range(num_ops):
+            if basis[column, m] >= 0:
+                matrix[m, column] = 1.0 / whole[m, basis[column, m]]
     return np.linalg.inv(matrix)
 
 
 @numba.njit(cache=True)
-def _most_valuable(prices, counts, unit, chain_of, num_chains, workers):  # type: ignore[no-untyped-def]
-    """(worth, index of the count of each work or -1) of the set that is worth most, at most one work per chain."""
-    num_works, widest = counts.shape
+def _most_valuable(prices, counts, whole, chain_of, num_chains, workers):  # type: ignore[no-untyped-def]
+    """(worth, index of the count of each MetaOp or -1) of the set that is worth most, at most one MetaOp per chain."""
+    num_ops, widest = counts.shape
     worth = np.zeros((num_chains + 1, workers + 1))
     taken = np.full((num_chains, workers + 1), -1, np.int64)
     by_count = np.zeros(workers + 1)
     for chain in range(num_chains):
-        # Of all works of the chain, the best one for each count.
+        # Of all MetaOps of the chain, the best one for each count.
         by_count[:] = 0.0
         options = 0
-        for work in range(num_works):
-            if chain_of[work] == chain and prices[work] > 0.0:
+        for m in range(num_ops):
+            if chain_of[m] == chain and prices[m] > 0.0:
                 for index in range(widest):
-                    count = counts[work, index]
+                    count = counts[m, index]
                     if count == 0 or count > workers:
                         break
-                    if prices[work] / unit[work, index] > by_count[count]:
-                        by_count[count] = prices[work] / unit[work, index]
+                    if prices[m] / whole[m, index] > by_count[count]:
+                        by_count[count] = prices[m] / whole[m, index]
                         options += 1
         worth[chain + 1] = worth[chain]
         if options == 0:
             continue
-        for work in range(num_works):
-            if chain_of[work] == chain and prices[work] > 0.0:
+        for m in range(num_ops):
+            if chain_of[m] == chain and prices[m] > 0.0:
                 for index in range(widest):
-                    count = counts[work, index]
+                    count = counts[m, index]
                     if count == 0 or count > workers:
                         break
-                    gain = prices[work] / unit[work, index]
+                    gain = prices[m] / whole[m, index]
                     if gain == by_count[count]:
                         for used in range(count, workers + 1):
                             if worth[chain, used - count] + gain > worth[chain + 1, used]:
                                 worth[chain + 1, used] = worth[chain, used - count] + gain
-                                taken[chain, used] = work * widest + index
-    members = np.full(num_works, -1, np.int64)
+                                taken[chain, used] = m * widest + index
+    members = np.full(num_ops, -1, np.int64)
     used = workers
     for chain in range(num_chains - 1, -1, -1):
         if taken[chain, used] >= 0:
-            work, index = taken[chain, used] // widest, taken[chain, used] % widest
-            members[work] = index
-            used -= counts[work, index]
+            m, index = taken[chain, used] // widest, taken[chain, used] % widest
+            members[m] = index
+            used -= counts[m, index]
     return worth[num_chains, workers], members

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from pipeweaver.wavefront.metagraph import FREE, Links, MetaGraph, MetaOp, Schedule, Slice
 
+MOST_SKIPPED = 8
+"""Further placements of a slice that are kept in reserve."""
 MOST_TRIES = 2_000
 """Placements of single slices tried before memory is said not to suffice."""
 
@@ -33,10 +35,6 @@ class Cluster:
     inside: Links = FREE
     across: Links = FREE
     memory_bytes: int | None = None
-
-    def links(self) -> Links:
-        """What a plan that does not know the workers yet should expect."""
-        return self.inside if self.workers <= self.island else self.across
 
 
 Held = dict[tuple[str, int], tuple[int, frozenset[int]]]
@@ -177,6 +175,10 @@ class _State:
         ):
             chosen = self._by_island(free[rank], data, piece.workers)
             found.append(_in_order_of_parts(chosen, free[rank], sources, piece.workers))
+        # Should none of these do: whoever has most memory left, but for one, two, three… of them.
+        emptiest = free[np.lexsort((free, self.used[free] + added[free]))]
+        for skipped in range(1, min(MOST_SKIPPED, len(free) - piece.workers) + 1):
+            found.append(tuple(sorted(emptiest[skipped : skipped + piece.workers].tolist())))
         return list(dict.fromkeys(found))
 
     def with_slice(self, piece: Slice, devices: tuple[int, ...]) -> tuple[_State | None, int]:

@@ -20,25 +20,26 @@ def from_sketch(graph: MetaGraph, sketch: Sequence[Running]) -> list[Slice]:
         return sum(ranks) / len(ranks)
 
     ordered = sorted(sketch, key=lambda running: (position(running), -running.time_ns))
-    real = [0.0] * len(graph.ops)
-    whole = [0] * len(graph.ops)
-    last: dict[int, int] = {}
-    slices: list[Slice] = []
-    total = {op: 0.0 for op in range(len(graph.ops))}
+    in_sketch: dict[int, float] = {}  # How much of each MetaOp the sketch does: about one.
     for running in ordered:
         for op, count in running.members:
-            total[op] += running.time_ns / graph.ops[op].whole_ns(count)
+            in_sketch[op] = in_sketch.get(op, 0.0) + running.time_ns / graph.ops[op].whole_ns(count)
+    done = dict.fromkeys(in_sketch, 0.0)
+    whole = dict.fromkeys(in_sketch, 0)
+    last: dict[int, int] = {}
+    slices: list[Slice] = []
     for running in ordered:
         for op, count in running.members:
             layers = graph.ops[op].num_layers
-            real[op] += layers * running.time_ns / graph.ops[op].whole_ns(count) / total[op]
-            until = min(layers, round(real[op]))
+            done[op] += running.time_ns / graph.ops[op].whole_ns(count) / in_sketch[op]
+            until = min(layers, round(layers * done[op]))
             if until > whole[op]:
                 last[op] = len(slices)
                 slices.append(Slice(op, whole[op], until, count, 0, 0))
                 whole[op] = until
-    for op, position_ in last.items():
-        slices[position_] = slices[position_]._replace(stop=graph.ops[op].num_layers)
+    for op, number in last.items():
+        slices[number] = slices[number]._replace(stop=graph.ops[op].num_layers)
+    slices += [Slice(i, 0, op.num_layers, op.counts[0], 0, 0) for i, op in enumerate(graph.ops) if i not in last]
     return in_order(graph, slices)
 
 
