@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def test_no_worker_does_two_things_at_once(seed):
                 for piece, devices in zip(placed.slices, placed.devices, strict=True)
                 if worker in devices
             )
-            assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(mine))
         for piece, devices in zip(placed.slices, placed.devices, strict=True):
             assert len(set(devices)) == len(devices) == piece.workers
 
