@@ -85,7 +85,7 @@ def test_memory_decides_between_workers_and_is_said_when_short():
     assert roomy.devices[0] == roomy.devices[1]
     tight = place(graph, plan, Cluster(workers=2, island=2, memory_bytes=100))
     assert tight.devices[0] != tight.devices[1]
-    with pytest.raises(MemoryShortage, match="a on 1 of 2 workers does not fit: .* 80 bytes, 20 more than its 60"):
+    with pytest.raises(MemoryShortage, match=r"a on 1 of 2 workers does not fit: .* 80 bytes, 20 more than its 60"):
         place(graph, plan, Cluster(workers=2, island=2, memory_bytes=60))
 
 

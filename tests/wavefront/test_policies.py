@@ -161,7 +161,7 @@ def test_items_of_an_unknown_task_and_a_split_joint_loss_are_said():
         draft_of(graph, placement, share_of(graph, {"paint": 1}), costs)
     split = tuple(Chunk(task="matching", module=m, start=0, stop=s, worker=w) for m, s in
                   (("vision", 2), ("text", 2), ("match", 1)) for w in (0, 1))  # fmt: skip
-    with pytest.raises(ValueError, match="the loss of match is joint: .* last layer is on 2 workers"):
+    with pytest.raises(ValueError, match=r"the loss of match is joint: .* last layer is on 2 workers"):
         draft_of(graph, Placement(workers=2, chunks=split), share_of(graph, {"matching": 2}), costs)
 
 
