@@ -26,7 +26,7 @@ from pipeweaver.cluster import Workers
 from pipeweaver.data.items import Batch
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.layers import Load, profile_layers
-from pipeweaver.profile.links import profile_links
+from pipeweaver.profile.links import profile_host, profile_links
 from pipeweaver.profile.measured import Profile
 from pipeweaver.profile.parts import largest
 from pipeweaver.profile.table import Table, TableCosts, fit_error, load_table, merge, save_table
@@ -34,7 +34,7 @@ from pipeweaver.profile.variants import variants
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.transport import Transport
 
-FORM = 1
+FORM = 2
 """Raised when what is measured changes, so that older tables are not read."""
 
 BUSY = 0.9
@@ -166,7 +166,14 @@ def profile_worker(
     transfers, reductions = profile_links(
         transport, num_workers=conditions.pipeline, num_replicas=conditions.replicas, device=device
     )
-    return Profile(layers=layers, stage=stage, transfers=transfers, reductions=reductions, core_share=share)
+    return Profile(
+        layers=layers,
+        stage=stage,
+        transfers=transfers,
+        reductions=reductions,
+        host=profile_host(device),
+        core_share=share,
+    )
 
 
 def describe(table: Table, graph: ModelGraph) -> list[str]:

@@ -33,7 +33,7 @@ class StageCost(NamedTuple):
     `input_ns` + `weight_ns` are the two halves of a split backward; zero where it cannot be split.
     `loaded_bytes`: data from the loader. `saved_bytes`: held from forward to backward beside what crosses
     the chunk's boundary (inputs and outputs follow from the edges). `*_workspace_bytes`: needed only
-    while the stage runs. `weight_bytes`: held from I to W. `offloaded_bytes` travel to the host after the forward and
+    while the stage runs, the backward's for B and I. `weight_bytes`: held from I to W. `offloaded_bytes` travel to the host after the forward and
     back before the backward, `offload_ns` each way, beside compute; they are not among `saved_bytes`.
     """
 
@@ -47,6 +47,7 @@ class StageCost(NamedTuple):
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     weight_bytes: int = 0
+    weight_workspace_bytes: int = 0
     offloaded_bytes: int = 0
     offload_ns: int = 0
 

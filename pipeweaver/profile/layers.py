@@ -3,8 +3,9 @@
 A run of consecutive layers of one variant is timed as one stage, as a chunk would run it: later layers find
 their weights out of the cache, and saved tensors wait for their backward. The cost of the stage itself,
 measured on a chunk without layers, is taken off before the time is shared out over the layers.
-Sizes take turns, repetition by repetition, so that a disturbance hits all of them alike, and the median of
-the repetitions counts: stages of a step take what is usual, not the least that was ever seen.
+Sizes and ways to run them (backward whole or split, memory strategies) take turns, repetition by repetition, so that
+a disturbance hits all of them alike, and the median of the repetitions counts: stages of a step take what is usual,
+not the least that was ever seen.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +25,23 @@ from pipeweaver.model.build import materialise
 from pipeweaver.model.graph import ModelGraph, Module, TensorSpec
 from pipeweaver.model.part import PartView
 from pipeweaver.profile.fit import Sizes
-from pipeweaver.profile.live import LiveBytes
-from pipeweaver.profile.measured import LayerProfile, StageProfile
+from pipeweaver.profile.measured import LayerProfile, StageProfile, StrategyProfile
+from pipeweaver.profile.memory import LayerMemory, chunk_memory, layer_memory
 from pipeweaver.profile.parts import SamplePart, choose_parts, records_of, sizes_of
 from pipeweaver.profile.variants import Variant, variants
 from pipeweaver.runtime.clock import Clock, make_clock
 from pipeweaver.runtime.optimizer import OptimizerConfig, adamw
 from pipeweaver.runtime.stage import BuiltChunk, BuiltLayer, StageState, run_backward, run_forward
-from pipeweaver.schedule.ir import Chunk
+from pipeweaver.schedule.ir import Chunk, Strategy
 
 Load = Callable[[Sequence[Item], Mapping[str, int], Sequence[str]], Mapping[str, Any]]
 
 SIZES = 12
 MOST_LAYERS = 3
 ROUNDS = (2, 15)
-SECONDS_PER_VARIANT = 2.0
+STRATEGY_ROUNDS = 3
+"""Of all rounds, in so many memory strategies take their turns too: their extra time is the difference in a round."""
+SECONDS_PER_VARIANT = 3.0
 
 
 def profile_layers(
@@ -140,47 +144,122 @@ def _consecutive(same: Sequence[Variant]) -> list[Variant]:
     return best[:MOST_LAYERS]
 
 
+class _Way(NamedTuple):
+    """A way to run a chunk's forward and backward."""
+
+    strategy: Strategy = "keep"
+    split: bool = False
+
+
+class _Times(NamedTuple):
+    """Nanoseconds of a chunk on a part."""
+
+    forward: int
+    backward: int
+    weight: int = 0
+
+
+KEEP, SPLIT = _Way(), _Way(split=True)
+
+
 def _profile_variant(
     world: _World, run: Sequence[Variant], parts: Sequence[SamplePart], stage: StageProfile, seconds: float
 ) -> LayerProfile:
     modules = _build(world, run)
-    chunk = _chunk(run, modules)
+    chunk, first = _chunk(run, modules), run[0]
     cases = [_case(world, run[-1], part) for part in parts]
     _give_gradients(modules)
-    for case in cases:  # nothing is timed before every size has run once
-        _run_once(world, chunk, run[0], case)
+    kept = [_memory(world, run, modules, case, KEEP) for case in cases]
+    split_up = [_memory(world, run, modules, case, SPLIT) for case in cases]
+    saved = _strategy_bytes(world, run, modules, cases, kept) if first.backward else {}
+    ways = [KEEP, SPLIT] if first.backward else [KEEP]
+    ways += [_Way(strategy) for strategy in saved]
+    for case in cases:  # nothing is timed before every size has run once, every way
+        for way in ways:
+            _run_once(world, chunk, first, case, way)
     started = time.perf_counter()
-    forward, backward = [], []
-    for case in cases:
-        f, b = _run_once(world, chunk, run[0], case)
-        forward.append([f])
-        backward.append([b])
+    times: dict[_Way, list[list[_Times]]] = {way: [[] for _ in cases] for way in ways}
+
+    def take_turns(chosen: Sequence[_Way]) -> None:
+        for i, case in enumerate(cases):
+            for way in chosen:
+                times[way][i].append(_run_once(world, chunk, first, case, way))
+
+    take_turns(ways)
     fits = int(seconds / max(time.perf_counter() - started, 1e-6))
     rounds = min(max(fits, ROUNDS[0]), ROUNDS[1])
-    for _ in range(rounds - 1):
-        for i, case in enumerate(cases):
-            f, b = _run_once(world, chunk, run[0], case)
-            forward[i].append(f)
-            backward[i].append(b)
-    memory = [_memory(world, run, modules, case) for case in cases]
+    for number in range(1, rounds):
+        take_turns(ways if number < STRATEGY_ROUNDS else [way for way in ways if way.strategy == "keep"])
+
+    def halves(of_case: int) -> tuple[int, int]:
+        """Of a split backward, the time that the split costs the forward counted with the first half."""
+        if not first.backward:
+            return 0, 0
+        split, whole = times[SPLIT][of_case], times[KEEP][of_case]
+        before = [s.forward + s.backward - w.forward for s, w in zip(split, whole, strict=True)]
+        weight = [s.weight for s in split]
+        return _per_layer(before, stage.input_ns, len(run)), _per_layer(weight, stage.weight_ns, len(run))
+
+    def extra(way: _Way, of_case: int) -> int:
+        pairs = zip(times[way][of_case], times[KEEP][of_case], strict=False)
+        more = [a.forward + a.backward - b.forward - b.backward for a, b in pairs]
+        return max(0, round(median(more) / len(run)))
+
+    both = [halves(i) for i in range(len(cases))]
+    forward = [[t.forward for t in of_case] for of_case in times[KEEP]]
+    backward = [[t.backward for t in of_case] for of_case in times[KEEP]]
     return LayerProfile(
-        module=run[0].module.name,
+        module=first.module.name,
         sizes=tuple(case.sizes for case in cases),
-        forward_ns=tuple(_per_layer(times, stage.forward_ns, len(run)) for times in forward),
+        forward_ns=tuple(_per_layer(of_case, stage.forward_ns, len(run)) for of_case in forward),
         backward_ns=tuple(
-            _per_layer(times, stage.backward_ns, len(run)) if run[0].backward else 0 for times in backward
+            _per_layer(of_case, stage.backward_ns, len(run)) if first.backward else 0 for of_case in backward
         ),
+        input_ns=tuple(before for before, _ in both),
+        weight_ns=tuple(weight for _, weight in both),
         load_ns=tuple(case.load_ns for case in cases),
         loaded_bytes=tuple(_loaded_bytes(case.loaded) for case in cases),
-        saved_bytes=tuple(m.saved for m in memory),
-        shared_bytes=tuple(m.shared for m in memory),
-        carried_bytes=tuple(m.carried for m in memory),
-        input_gradient_bytes=tuple(m.input_gradients for m in memory),
-        forward_workspace_bytes=tuple(m.forward_workspace for m in memory),
-        backward_workspace_bytes=tuple(m.backward_workspace for m in memory),
+        saved_bytes=tuple(m.saved for m in kept),
+        shared_bytes=tuple(m.shared for m in kept),
+        carried_bytes=tuple(m.carried for m in kept),
+        input_gradient_bytes=tuple(m.input_gradients for m in kept),
+        forward_workspace_bytes=tuple(m.forward_workspace for m in kept),
+        backward_workspace_bytes=tuple(m.backward_workspace for m in kept),
+        weight_bytes=tuple(m.weight for m in split_up),
+        weight_workspace_bytes=tuple(m.weight_workspace for m in split_up),
+        strategies={
+            strategy: StrategyProfile(
+                extra_ns=tuple(extra(_Way(strategy), i) for i in range(len(cases))), saved_bytes=num_bytes
+            )
+            for strategy, num_bytes in saved.items()
+        },
         optimizer_ns=_optimizer_ns(world, modules),
         rounds=rounds,
     )
+
+
+def _strategy_bytes(
+    world: _World,
+    run: Sequence[Variant],
+    modules: Mapping[str, nn.Module],
+    cases: Sequence[_Case],
+    kept: Sequence[LayerMemory],
+) -> dict[Strategy, tuple[int, ...]]:
+    """What is saved under the strategies that layers can follow, and that save less than keeping all does.
+
+    Copies to the host are worth it only where a device has memory of its own.
+    """
+    strategies: list[Strategy] = ["recompute", "recompute-attention"]
+    strategies += ["offload"] if world.device.type != "cpu" else []
+    found: dict[Strategy, tuple[int, ...]] = {}
+    for strategy in strategies:
+        try:
+            saved = tuple(_memory(world, run, modules, case, _Way(strategy)).saved for case in cases)
+        except RuntimeError:
+            continue  # a layer that torch cannot run this way, one with torch.func inside: it has no such strategy
+        if any(less < memory.saved for less, memory in zip(saved, kept, strict=True)):
+            found[strategy] = saved
+    return found
 
 
 def _profile_stage(world: _World) -> StageProfile:
@@ -190,34 +269,47 @@ def _profile_stage(world: _World) -> StageProfile:
     item = Item(task="", draw=0, module="", position=0, sizes={"tokens": 16})
     part = SamplePart(items=(item,), links=((),))
     inputs, gradients = {"x": world.tensor(16, spec)}, {"x": world.tensor(16, spec)}
-    forward, backward = [], []
-    for _ in range(50):
-        clock = world.clock()
-        clock.mark()
-        state = run_forward(chunk, inputs, world.view(part, {}), outputs={"x"}, grad=True, needs_grad={"x"})
-        clock.mark()
-        run_backward(state, gradients)
-        clock.mark()
-        start, middle, end = clock.times()
-        forward.append(middle - start)
-        backward.append(end - middle)
-    return StageProfile(forward_ns=round(median(forward)), backward_ns=round(median(backward)))
+
+    def once(split: bool) -> _Times:
+        view = world.view(part, {})
+        return _timed(
+            world,
+            lambda: run_forward(chunk, inputs, view, outputs={"x"}, grad=True, needs_grad={"x"}, split=split),
+            gradients,
+            backward=True,
+        )
+
+    whole, split = [once(False) for _ in range(50)], [once(True) for _ in range(50)]
+    return StageProfile(
+        forward_ns=round(median(times.forward for times in whole)),
+        backward_ns=round(median(times.backward for times in whole)),
+        input_ns=round(median(times.backward for times in split)),
+        weight_ns=round(median(times.weight for times in split)),
+    )
 
 
-def _run_once(world: _World, chunk: BuiltChunk, first: Variant, case: _Case) -> tuple[int, int]:
-    """(forward, backward) of the chunk, nanoseconds."""
+def _run_once(world: _World, chunk: BuiltChunk, first: Variant, case: _Case, way: _Way) -> _Times:
+    return _timed(world, lambda: _forward(world, chunk, first, case, way), case.gradients, backward=first.backward)
+
+
+def _timed(
+    world: _World, forward: Callable[[], StageState], gradients: Mapping[str, Tensor], *, backward: bool
+) -> _Times:
     clock = world.clock()
     clock.mark()
-    state = _forward(world, chunk, first, case)
+    state = forward()
     clock.mark()
-    if first.backward:
-        run_backward(state, case.gradients)
+    if backward:
+        run_backward(state, gradients)
     clock.mark()
-    start, middle, end = clock.times()
-    return middle - start, end - middle
+    if state.later is not None:
+        state.later.accumulate()
+    clock.mark()
+    marks = clock.times()
+    return _Times(*(end - start for start, end in pairwise(marks)))
 
 
-def _forward(world: _World, chunk: BuiltChunk, first: Variant, case: _Case) -> StageState:
+def _forward(world: _World, chunk: BuiltChunk, first: Variant, case: _Case, way: _Way) -> StageState:
     return run_forward(
         chunk,
         case.inputs,
@@ -225,6 +317,8 @@ def _forward(world: _World, chunk: BuiltChunk, first: Variant, case: _Case) -> S
         outputs=set(first.outputs),
         grad=first.backward,
         needs_grad=first.needs_grad,
+        strategies=(way.strategy,) * len(chunk.layers),
+        split=way.split,
     )
 
 
@@ -232,52 +326,19 @@ def _per_layer(times: Sequence[int], stage_ns: int, layers: int) -> int:
     return max(1, round((median(times) - stage_ns) / layers))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Memory:
-    saved: int
-    shared: int
-    carried: int
-    input_gradients: int
-    forward_workspace: int
-    backward_workspace: int
+def _memory(
+    world: _World, run: Sequence[Variant], modules: Mapping[str, nn.Module], case: _Case, way: _Way
+) -> LayerMemory:
+    """Of one layer on a part, from runs of one and of two."""
 
+    def measured(count: int) -> LayerMemory:
+        chunk, first = _chunk(run[:count], modules), run[0]
+        carried = [spec.name for spec in first.spec.carries]
+        return chunk_memory(
+            lambda: _forward(world, chunk, first, case, way), case.gradients, carried, backward=first.backward
+        )
 
-def _memory(world: _World, run: Sequence[Variant], modules: Mapping[str, nn.Module], case: _Case) -> _Memory:
-    """Bytes of one layer on a part. Two layers in a row tell what each saves from what they share."""
-    one = _live(world, run[:1], modules, case)
-    if len(run) == 1:
-        return one
-    two = _live(world, run[:2], modules, case)
-    saved = two.saved - one.saved - one.carried
-    return _Memory(
-        saved=saved,
-        shared=one.saved - saved,
-        carried=one.carried,
-        input_gradients=one.input_gradients,
-        forward_workspace=one.forward_workspace,
-        backward_workspace=one.backward_workspace,
-    )
-
-
-def _live(world: _World, run: Sequence[Variant], modules: Mapping[str, nn.Module], case: _Case) -> _Memory:
-    chunk, first = _chunk(run, modules), run[0]
-    with LiveBytes() as live:
-        state = _forward(world, chunk, first, case)
-        held, peak = live.now, live.peak
-        carried = live.bytes_of(state.outputs[spec.name] for spec in first.spec.carries if spec.name in state.outputs)
-        saved = held - live.bytes_of(state.outputs.values())
-        live.reset_peak()
-        returned = run_backward(state, case.gradients) if first.backward else {}
-        input_gradients = live.bytes_of(returned.values())
-        backward_peak = live.peak
-    return _Memory(
-        saved=saved if first.backward else 0,
-        shared=0,
-        carried=carried,
-        input_gradients=input_gradients,
-        forward_workspace=peak - held,
-        backward_workspace=max(0, backward_peak - held - input_gradients),
-    )
+    return layer_memory(measured(1), measured(2) if len(run) > 1 else None)
 
 
 def _build(world: _World, run: Sequence[Variant]) -> dict[str, nn.Module]:

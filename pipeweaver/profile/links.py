@@ -2,7 +2,7 @@
 
 Two workers play ping-pong: the one sends, the other sends back what arrived; half of the round trip is a
 transfer. All pairs get their turn, disjoint pairs at the same time (a round-robin tournament). Reductions
-run over workers 0..k-1 of all replicas, k growing by doubling.
+run over workers 0..k-1 of all replicas, k growing by doubling. And what joins a worker to its host's memory.
 
 The medians of several repetitions count: a transfer is short beside what a busy machine takes away at a
 time, so few of them are hit.
@@ -22,6 +22,7 @@ from pipeweaver.schedule.ir import ParameterGroup, Placement, Plan, Transfer
 
 TRANSFER_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 REDUCTION_BYTES = (8, 1 << 14, 1 << 20, 1 << 24)
+HOST_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 REPETITIONS = 9
 
 
@@ -54,6 +55,29 @@ def profile_links(
                 reductions.append(LinkSample(ends=(len(members),), num_bytes=num_bytes, duration_ns=duration_ns))
     transport.barrier()
     return tuple(transfers), tuple(reductions)
+
+
+def profile_host(device: torch.device) -> tuple[LinkSample, ...]:
+    """Copies to pinned host memory and back, each the slower of the two; none for a CPU, whose memory is the host's."""
+    if device.type != "cuda":
+        return ()
+    samples = []
+    for num_bytes in HOST_BYTES:
+        here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        there = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        times = []
+        for source, target in ((here, there), (there, here)):
+            of_way = []
+            for _ in range(REPETITIONS):
+                clock = make_clock(device)
+                clock.mark()
+                target.copy_(source, non_blocking=True)
+                clock.mark()
+                start, end = clock.times()
+                of_way.append(end - start)
+            times.append(median(of_way[1:]))
+        samples.append(LinkSample(ends=(), num_bytes=num_bytes, duration_ns=max(1, round(max(times)))))
+    return tuple(samples)
 
 
 def tournament(num_workers: int) -> Iterator[list[tuple[int, int]]]:

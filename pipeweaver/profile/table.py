@@ -30,6 +30,13 @@ from pipeweaver.profile.variants import Variant, variants
 from pipeweaver.schedule.ir import Chunk, Strategy
 
 
+class StrategyFit(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer under a memory strategy, fitted; fields as in `StrategyProfile`."""
+
+    extra_ns: Fit
+    saved_bytes: Fit
+
+
 class LayerFit(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of one layer of a variant, fitted; fields as in `LayerProfile`. `most_rows` is the largest part measured.
 
@@ -39,6 +46,8 @@ class LayerFit(msgspec.Struct, frozen=True, kw_only=True):
 
     forward_ns: Fit
     backward_ns: Fit
+    input_ns: Fit
+    weight_ns: Fit
     load_ns: Fit
     loaded_bytes: Fit
     saved_bytes: Fit
@@ -47,6 +56,9 @@ class LayerFit(msgspec.Struct, frozen=True, kw_only=True):
     input_gradient_bytes: Fit
     forward_workspace_bytes: Fit
     backward_workspace_bytes: Fit
+    weight_bytes: Fit
+    weight_workspace_bytes: Fit
+    strategies: dict[Strategy, StrategyFit]
     optimizer_ns: int
     most_rows: int
     mean_ns: int
@@ -64,7 +76,8 @@ class LinkFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything calibrated. `layers` by variant name, `transfers` by "sender-receiver", `reductions` by members."""
+    """Everything calibrated. `layers` by variant name, `transfers` by "sender-receiver", `reductions` by members;
+    `host` is the way to host memory, the slower of both directions."""
 
     fingerprint: str
     source: str
@@ -74,6 +87,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     layers: dict[str, LayerFit]
     transfers: dict[str, LinkFit]
     reductions: dict[int, LinkFit]
+    host: LinkFit | None = None
 
 
 class FitError(NamedTuple):
@@ -98,6 +112,8 @@ def merge(profiles: Sequence[Profile], *, fingerprint: str, source: str, dtype: 
         stage=StageProfile(
             forward_ns=round(fmean(p.stage.forward_ns for p in profiles)),
             backward_ns=round(fmean(p.stage.backward_ns for p in profiles)),
+            input_ns=round(fmean(p.stage.input_ns for p in profiles)),
+            weight_ns=round(fmean(p.stage.weight_ns for p in profiles)),
         ),
         layers={name: _fit_layer([p.layers[name] for p in profiles]) for name in first.layers},
         transfers={
@@ -108,6 +124,7 @@ def merge(profiles: Sequence[Profile], *, fingerprint: str, source: str, dtype: 
             ends[0]: _fit_link(samples)
             for ends, samples in _by_ends([sample for p in profiles for sample in p.reductions]).items()
         },
+        host=_fit_link([sample for p in profiles for sample in p.host]) if first.host else None,
     )
 
 
@@ -177,9 +194,9 @@ class TableCosts:
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         """Cost of running `items` through `chunk`; `links[i]` are the source items linked to items[i]."""
         runs = self._runs_of(chunk)
-        forward, backward = self.table.stage.forward_ns, 0
-        load_ns = loaded = saved = shared = 0
-        forward_workspace = backward_workspace = 0
+        forward, backward, before, after = self.table.stage.forward_ns, 0, 0, 0
+        load_ns = loaded = saved = shared = weight = 0
+        forward_workspace = backward_workspace = weight_workspace = 0
         later = 0  # saved by layers behind the one at hand, free again when its backward runs
         last = runs[-1]
         known = _KnownSizes(self.graph, items, links)
@@ -189,6 +206,10 @@ class TableCosts:
             layer, sizes = run.fit, known.of(run.variant)
             forward += run.repeats * layer.forward_ns.at(sizes)
             backward += run.repeats * layer.backward_ns.at(sizes)
+            before += run.repeats * layer.input_ns.at(sizes)
+            after += run.repeats * layer.weight_ns.at(sizes)
+            weight += run.repeats * layer.weight_bytes.at(sizes)
+            weight_workspace = max(weight_workspace, layer.weight_workspace_bytes.at(sizes))
             load_ns += layer.load_ns.at(sizes)
             loaded += layer.loaded_bytes.at(sizes)
             carried = layer.carried_bytes.at(sizes)
@@ -203,20 +224,25 @@ class TableCosts:
                 shared += layer.shared_bytes.at(sizes)
                 later = saved
         permille = self._permille.get(chunk.module, 1000)
+        stage = self.table.stage
         return StageCost(
             forward_ns=forward * permille // 1000,
-            backward_ns=(backward + self.table.stage.backward_ns) * permille // 1000 if has_backward else 0,
+            backward_ns=(backward + stage.backward_ns) * permille // 1000 if has_backward else 0,
+            input_ns=(before + stage.input_ns) * permille // 1000 if has_backward else 0,
+            weight_ns=(after + stage.weight_ns) * permille // 1000 if has_backward else 0,
             load_ns=load_ns,
             loaded_bytes=loaded,
             saved_bytes=saved + shared,
             forward_workspace_bytes=forward_workspace,
             backward_workspace_bytes=backward_workspace,
+            weight_bytes=weight,
+            weight_workspace_bytes=weight_workspace,
         )
 
     def strategies(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
     ) -> tuple[LayerStrategies, ...]:
-        """Keep every layer, or run its forward again."""
+        """For every layer of a stage, `before` and `after` included, what each memory strategy costs."""
         known = _KnownSizes(self.graph, items, links)
         permille = self._permille.get(chunk.module, 1000)
         found: list[LayerStrategies] = []
@@ -224,9 +250,16 @@ class TableCosts:
             sizes = known.of(run.variant)
             options: dict[Strategy, StrategyCost] = {"keep": StrategyCost(saved_bytes=0, extra_ns=0)}
             if run.variant.backward:
-                again = run.fit.forward_ns.at(sizes) * permille // 1000
-                options["keep"] = StrategyCost(saved_bytes=run.fit.saved_bytes.at(sizes), extra_ns=0)
-                options["recompute"] = StrategyCost(saved_bytes=0, extra_ns=again)
+                kept = run.fit.saved_bytes.at(sizes)
+                options["keep"] = StrategyCost(saved_bytes=kept, extra_ns=0)
+                for strategy, layer in run.fit.strategies.items():
+                    saved = min(kept, layer.saved_bytes.at(sizes))
+                    away = strategy == "offload" and self.table.host is not None
+                    options[strategy] = StrategyCost(
+                        saved_bytes=saved,
+                        extra_ns=layer.extra_ns.at(sizes) * permille // 1000,
+                        offload_ns=self.table.host.at(kept - saved) if away and self.table.host else 0,
+                    )
             found += [options] * run.repeats
         return tuple(found)
 
@@ -346,7 +379,7 @@ def _fit_layer(measured: Sequence[LayerProfile]) -> LayerFit:
     assert all(profile.sizes == sizes for profile in measured), "workers measured different sizes"
 
     def mean(field: str) -> list[float]:
-        return [fmean(values) for values in zip(*(getattr(profile, field) for profile in measured), strict=True)]
+        return _mean([getattr(profile, field) for profile in measured])
 
     forward, backward = mean("forward_ns"), mean("backward_ns")
     both = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -354,6 +387,8 @@ def _fit_layer(measured: Sequence[LayerProfile]) -> LayerFit:
     return LayerFit(
         forward_ns=fit(sizes, forward),
         backward_ns=fit_or_zero(sizes, backward),
+        input_ns=fit_or_zero(sizes, mean("input_ns")),
+        weight_ns=fit_or_zero(sizes, mean("weight_ns")),
         load_ns=fit_or_zero(sizes, mean("load_ns")),
         loaded_bytes=fit_or_zero(sizes, mean("loaded_bytes")),
         saved_bytes=fit_or_zero(sizes, mean("saved_bytes")),
@@ -362,11 +397,24 @@ def _fit_layer(measured: Sequence[LayerProfile]) -> LayerFit:
         input_gradient_bytes=fit_or_zero(sizes, mean("input_gradient_bytes")),
         forward_workspace_bytes=cover(sizes, mean("forward_workspace_bytes")),
         backward_workspace_bytes=cover(sizes, mean("backward_workspace_bytes")),
+        weight_bytes=cover(sizes, mean("weight_bytes")),
+        weight_workspace_bytes=cover(sizes, mean("weight_workspace_bytes")),
+        strategies={
+            strategy: StrategyFit(
+                extra_ns=fit_or_zero(sizes, _mean([p.strategies[strategy].extra_ns for p in measured])),
+                saved_bytes=cover(sizes, _mean([p.strategies[strategy].saved_bytes for p in measured])),
+            )
+            for strategy in measured[0].strategies
+        },
         optimizer_ns=round(fmean(profile.optimizer_ns for profile in measured)),
         most_rows=max(size.rows for size in sizes),
         mean_ns=round(fmean(both)),
         error=sum(off) / sum(both),
     )
+
+
+def _mean(columns: Sequence[Sequence[int]]) -> list[float]:
+    return [fmean(values) for values in zip(*columns, strict=True)]
 
 
 def _by_ends(samples: Sequence[LinkSample]) -> dict[tuple[int, ...], list[LinkSample]]:

@@ -133,6 +133,7 @@ def build_actions(  # type: ignore[no-untyped-def]
     weight_bytes,
     forward_workspace,
     backward_workspace,
+    weight_workspace,
     duration,
     offloads,
     offloaded_bytes,
@@ -342,7 +343,9 @@ def build_actions(  # type: ignore[no-untyped-def]
                 rows[num_actions, 0], rows[num_actions, 1] = SETTLE, u
                 num_actions += 1
                 allocation_start[num_actions], free_start[num_actions] = num_allocations, num_frees
-            workspace = forward_workspace[u] if third == 0 else backward_workspace[u]
+            workspace = backward_workspace[u]
+            if third != 1:
+                workspace = forward_workspace[u] if third == 0 else weight_workspace[u]
             if third == 0 and learns[u]:
                 allocations[num_allocations] = (SAVED, u, saved_bytes[u] + output_bytes[u] + assembled)
                 num_allocations += 1

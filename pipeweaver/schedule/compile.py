@@ -237,6 +237,7 @@ def _actions(
         costs.weight_bytes,
         costs.forward_workspace_bytes,
         costs.backward_workspace_bytes,
+        costs.weight_workspace_bytes,
         graph.duration_ns,
         offloads,
         costs.offloaded_bytes,

@@ -74,6 +74,7 @@ class UnitCosts(NamedTuple):
     forward_workspace_bytes: Ints
     backward_workspace_bytes: Ints
     weight_bytes: Ints
+    weight_workspace_bytes: Ints
     offloaded_bytes: Ints
     offload_ns: Ints
 

@@ -1,67 +1,15 @@
 """The real layers of a small model, profiled: bytes are exact at sizes that were not measured, times add up."""
 
-import random
-
 import pytest
 import torch
 
 from pipeweaver.costs import StageCost
-from pipeweaver.data.items import linked
 from pipeweaver.model.build import materialise
-from pipeweaver.model.part import PartView
 from pipeweaver.profile.layers import profile_layers
-from pipeweaver.profile.live import LiveBytes
-from pipeweaver.profile.measured import LinkSample, Profile
-from pipeweaver.profile.parts import records_of
+from pipeweaver.profile.measured import Profile
 from pipeweaver.profile.table import TableCosts, fit_error, load_table, merge, save_table
 from pipeweaver.profile.variants import variants
-from pipeweaver.runtime.stage import build_chunk, run_backward, run_forward
-from pipeweaver.schedule.ir import Chunk
-from tests.profile.cases import make_graph
-
-
-@pytest.fixture(scope="module")
-def profile(graph, batches, load):
-    torch.set_num_threads(1)
-    layers, stage = profile_layers(
-        graph,
-        batches,
-        load,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        barrier=lambda: None,
-        seconds_per_variant=0.05,
-    )
-    links = [
-        LinkSample(ends=ends, num_bytes=size, duration_ns=1000 + size // 8)
-        for ends in ((0, 1), (1, 0))
-        for size in (1 << 10, 1 << 20)
-    ]
-    reductions = [LinkSample(ends=(2,), num_bytes=size, duration_ns=5000 + size) for size in (8, 1 << 20)]
-    return Profile(layers=layers, stage=stage, transfers=tuple(links), reductions=tuple(reductions))
-
-
-@pytest.fixture(scope="module")
-def costs(graph, profile):
-    return TableCosts(merge([profile, profile], fingerprint="f", source="a profile", dtype="float32"), graph)
-
-
-def chunk_of(module, start, stop):
-    return Chunk(task="main", module=module, start=start, stop=stop, worker=0)
-
-
-def draw_part(batches, module, seed):
-    draw = random.Random(seed)
-    batch = draw.choice(batches)
-    samples = draw.sample(range(len(batch.samples)), 3)
-    found = []
-    for sample in (batch.samples[i] for i in samples):
-        found += [
-            pair
-            for pair in zip(sample.items, linked(sample.items, sample.links), strict=True)
-            if pair[0].module == module
-        ]
-    return [item for item, _ in found], [sources for _, sources in found]
+from tests.profile.cases import ENDS, chunk_of, draw_part, make_graph, run_counted
 
 
 def test_a_block_of_every_kind_is_measured_once(graph, profile):
@@ -73,41 +21,19 @@ def test_a_block_of_every_kind_is_measured_once(graph, profile):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("ends", [("vision", 0, 2), ("vision", 1, 3), ("language", 0, 3), ("language", 1, 2)])
+@pytest.mark.parametrize("ends", ENDS)
 def test_bytes_of_chunks_are_exact_at_sizes_not_measured(graph, batches, load, costs, ends, seed):
     chunk = chunk_of(*ends)
     items, links = draw_part(batches, chunk.module, seed)
     if not items:
         pytest.skip("a part without items")
-    built = build_chunk(graph, chunk, materialise(graph, [chunk], seed=0))
-    for layer in built.layers:
-        for parameter in layer.module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    loaded = load(items, records_of(batches), built.loads)
-    inputs = {}
-    for name, spec in built.inputs.items():
-        sources = items if name == "x" else [source for found in links for source in found]
-        inputs[name] = torch.randn(sum(source.sizes[spec.rows] for source in sources), spec.width)
-    outputs = {"features"} if ends == ("vision", 1, 3) else set() if ends == ("language", 0, 3) else {"x"}
-
-    def view():
-        device, dtype = torch.device("cpu"), torch.float32
-        return PartView(items=items, links=links, loaded=dict(loaded), step=0, seed=0, device=device, dtype=dtype)
-
-    with LiveBytes() as live:
-        state = run_forward(built, inputs, view(), outputs=outputs, grad=True, needs_grad=set(inputs))
-        held, peak = live.now, live.peak
-        saved = held - live.bytes_of(state.outputs.values())
-    gradients = {name: torch.ones_like(tensor) for name, tensor in state.outputs.items()}
-    live.reset_peak()
-    with live:
-        returned = run_backward(state, gradients)
-        workspace = live.peak - held - live.bytes_of(returned.values())
+    found = run_counted(graph, batches, load, chunk, items, links)
     cost = costs.stage(chunk, items, links)
-    assert cost.saved_bytes == saved
-    assert cost.loaded_bytes == sum(t.numel() * t.element_size() for t in loaded.values())
+    assert cost.saved_bytes == found.saved
+    assert cost.loaded_bytes == found.loaded
     # Workspace is about an upper bound, and not far off.
-    assert peak - held <= cost.forward_workspace_bytes <= 2 * (peak - held) + 65536
+    assert found.forward_workspace <= cost.forward_workspace_bytes <= 2 * found.forward_workspace + 65536
+    workspace = found.backward_workspace
     assert workspace <= 1.01 * cost.backward_workspace_bytes <= 2 * max(0, workspace) + 65536
 
 
