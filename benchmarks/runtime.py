@@ -126,6 +126,7 @@ def work(path: Path, blocks: int, size: int) -> None:
             device=membership.device,
             cache=job.costs.cache,
         )
+        membership.company.close()  # from here on only steps are running
         comparison = Comparison(job, membership, exchange, transport, dataset, batches, blocks, costs)
         comparison.run()
     if membership.is_first:

@@ -1,5 +1,7 @@
-"""Do a job's model and data fit together? Tokens, patches, merged features, placeholders, names, flows.
+"""Do a job's model, workers and data fit together? Layers, tokens, patches, placeholders, names, flows.
 
+    check_model(job, graph)
+    -> ValueError: workers.pipeline = 12: the model has 8 layers, and every worker needs one; use 8 workers at most
     check_agreement(job, dataset)
     -> ValueError: run.toml: model.language.vocab = 200: the data has 259 tokens; set it to 259 or more
 
@@ -10,15 +12,44 @@ from __future__ import annotations
 
 from itertools import islice
 
+import torch
+
 from pipeweaver.config import Job
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Sample
 from pipeweaver.model.diffusion import DiffusionConfig
+from pipeweaver.model.graph import ModelGraph, positions
 from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.vit import VitConfig
 
 MOST_SAMPLES = 64
 """So many of the first samples are looked at: enough to see which modules the data has items for."""
+
+
+def check_model(job: Job, graph: ModelGraph) -> None:
+    """Raises ValueError if layers cannot be built, a module is for nothing, nothing is trained, or there are fewer
+    layers than workers. Allocates nothing."""
+    for module in graph.modules:
+        for kind, layer in {layer.kind: layer for _, layer in positions(module)}.items():
+            try:
+                with torch.device("meta"):
+                    layer.build()
+            except Exception as error:  # torch and users' own layers raise whatever comes to them
+                words = str(error).splitlines()[0] if str(error) else "no message"
+                raise ValueError(
+                    f"model.{module.name}: layer {kind!r} cannot be built: {type(error).__name__}: {words}"
+                ) from error
+        if module.loss is None and not any(flow.source == module.name for flow in graph.flows):
+            raise ValueError(f"model.{module.name}: it has no loss, and no flow leads from it: it is for nothing")
+    layers = [layer for module in graph.modules for _, layer in positions(module)]
+    if not any(layer.trainable for layer in layers):
+        raise ValueError("model: nothing is left to train; set trainable = true for a module")
+    count = sum(len(module.layers) for module in graph.modules)
+    if count < job.workers.pipeline:
+        raise ValueError(
+            f"workers.pipeline = {job.workers.pipeline}: the model has {count} layers, and every worker needs one; "
+            f"use {count} workers at most"
+        )
 
 
 def check_agreement(job: Job, dataset: Dataset) -> None:
@@ -36,6 +67,7 @@ def check_agreement(job: Job, dataset: Dataset) -> None:
     samples = [dataset.sample(record, task=job.task.name) for record in range(number)]
     _check_modules(job, samples)
     _check_links(job, samples)
+    _check_placeholders(job)
 
 
 def _check_width(where: str, tensor: str, width: int, dataset: Dataset) -> None:
@@ -91,3 +123,15 @@ def _check_links(job: Job, samples: list[Sample]) -> None:
             f"{job.path}: model.flows: in the data, items of {source} belong into items of {destination}, "
             f'but no flow leads there; add "{source}.TENSOR -> {destination}"'
         )
+
+
+def _check_placeholders(job: Job) -> None:
+    """Placeholders that no flow fills would stay tokens like any other."""
+    for name, config in job.modules.items():
+        brought = {flow.name for flow in job.flows if flow.destination == name}
+        for reading in config.placeholders if isinstance(config, LanguageConfig) else ():
+            if reading not in brought:
+                raise ValueError(
+                    f"{job.path}: model.{name}.placeholders.{reading}: no flow brings {reading} to {name}; "
+                    f'add "MODULE.TENSOR -> {name}.{reading}" to model.flows, or leave the placeholder out'
+                )

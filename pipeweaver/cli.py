@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from pipeweaver.runtime.process import RunError
+
 if TYPE_CHECKING:
     from pipeweaver.config import Job
 
@@ -65,9 +67,10 @@ def plan(
         job = _load(config, overrides)
         from pipeweaver.commands import check, plan_step
         from pipeweaver.console import print_plan
-        from pipeweaver.output import write_plans
+        from pipeweaver.output import make_folder, write_plans
 
         check(job)
+        make_folder(job.output)
         plans = plan_step(job, step, lambda: _calibrate_first(job, config, overrides))
         print_plan(plans, job.workers.memory_bytes)
         for path in write_plans(job.output, plans):
@@ -167,7 +170,8 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
             from pipeweaver.console import Follow
             from pipeweaver.output import Output, clear, output_paths
 
-            clear(job, overwrite=overwrite)
+            if not looked_at:
+                clear(job, overwrite=overwrite)
             # Files are complete before they are named.
             observers.append(stack.enter_context(Follow(job.run.steps, output_paths(job))))
             observers.append(stack.enter_context(Output(job)))
@@ -203,11 +207,11 @@ def _mistakes() -> Iterator[None]:
     """What users do wrong, ValueError by the rules of this project, becomes one line and exit code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RunError) as error:
         if os.environ.get("PIPEWEAVER_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise typer.Exit(2 if isinstance(error, ValueError) else error.code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -14,7 +14,7 @@ from itertools import islice
 
 import torch.distributed as dist
 
-from pipeweaver.agreement import check_agreement
+from pipeweaver.agreement import check_agreement, check_model
 from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
 from pipeweaver.config import Job
 from pipeweaver.costs import Costs
@@ -25,7 +25,8 @@ from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.join import choose_device, join
-from pipeweaver.runtime.transport import ProcessTransport
+from pipeweaver.runtime.orders import recorded_entries
+from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.schedule.ir import Plan
 
 
@@ -38,17 +39,21 @@ def check(job: Job) -> None:
         if job.run.tensorboard and find_spec("tensorboard") is None:
             raise ValueError('run.tensorboard = true needs TensorBoard: pip install "pipeweaver[tensorboard]"')
         choose_device(job.run.device, 0, int(os.environ.get("LOCAL_WORLD_SIZE", job.workers.total)))
-        prepare.job_graph(job)
-        for dataset in prepare.job_datasets(job).values():
+        check_model(job, prepare.job_graph(job))
+        datasets = prepare.job_datasets(job)
+        if job.run.plans:
+            recorded_entries(job, tuple(datasets))
+        for dataset in datasets.values():
             check_agreement(job, dataset)
             prepare.job_loader(job, dataset)
     except ValueError as error:
-        raise ValueError(f"{job.path}: {str(error).removeprefix(f'{job.path}: ')}") from None
+        raise ValueError(f"{job.path}: {str(error).removeprefix(f'{job.path}: ')}") from error
 
 
+@lost_workers_told()
 def calibrate_as_worker(job: Job) -> None:
     """Take part in measuring this machine anew. Blocks until all workers of the job do."""
-    membership = join(job.workers, job.run.device)
+    membership = join(job.workers, job.run.device, patience_s=job.run.watchdog_s)
     transport = ProcessTransport(membership.workers, membership.device)
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
     dataset = prepare.job_datasets(job)["train"]
@@ -64,6 +69,7 @@ def calibrate_as_worker(job: Job) -> None:
         anew=True,
     )
     transport.barrier()
+    membership.company.close()
     transport.close()
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@
     flows = ["vision.features -> language"]
 
     [model.vision]                      [optimizer]
-    type = "vit"                        learning_rate = 1e-3
+    type = "vit"                        lr = 1e-3
     ...
 
 `load(path)` gives a `Job` or raises ValueError with one line: file, line, key, value and what would be right.
@@ -154,6 +154,11 @@ def without_effect(job: Job) -> tuple[str, ...]:
             found.append(f"policy.{key} has no effect with policy {policy}, only with {' or '.join(policies)}")
     if job.policy.rounds and policy in _STATIC:
         found.append(f"policy.rounds has no effect with policy {policy}, which does not search")
+    if job.workers.replicas > job.task.microbatches:
+        found.append(
+            f"workers.replicas = {job.workers.replicas}: a step has {job.task.microbatches} microbatches, "
+            f"so {job.workers.replicas - job.task.microbatches} replicas have nothing to do"
+        )
     if job.run.evaluate_every > job.run.steps:
         found.append(f"run.evaluate_every = {job.run.evaluate_every} is beyond the last step, {job.run.steps}")
     needed = job.workers.total * job.workers.threads
@@ -207,7 +212,12 @@ def _flows(document: toml.Document) -> tuple[Flow, ...]:
 
 
 def _check_names(document: toml.Document, job: Job) -> None:
-    """Every module that the job mentions is one that it defines."""
+    """Names are plain words, and every module that the job mentions is one that it defines."""
+    # Parameters and metrics are named after modules and tasks: "language.layers.3", "main/language".
+    named = [("task.name", job.task.name), *((f"model.{name}", name) for name in job.modules)]
+    for path, name in named:
+        if not re.fullmatch(r"[\w-]+", name):
+            raise document.error(path, f"expected a name of letters, digits, - and _, not {name!r}")
     mentioned = [("task.backbone", job.task.backbone)]
     mentioned += [("model.flows", end) for flow in job.flows for end in (flow.source, flow.destination)]
     mentioned += [(f"task.loss_weights.{name}", name) for name in job.task.loss_weights]

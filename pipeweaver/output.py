@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,15 @@ from pipeweaver.report.metrics import MetricsWriter
 from pipeweaver.report.picture import write_picture
 from pipeweaver.report.trace import write_trace
 from pipeweaver.runtime.evaluate import Evaluation
+from pipeweaver.runtime.process import writing
 from pipeweaver.runtime.train import StepReport
 from pipeweaver.schedule.files import save_plans
 from pipeweaver.schedule.ir import Plan
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def output_paths(job: Job) -> list[Path]:
@@ -35,28 +42,37 @@ def output_paths(job: Job) -> list[Path]:
     return [job.output / name for name in names]
 
 
+def make_folder(folder: Path) -> None:
+    """Raises ValueError if it cannot be made or nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the output folder {folder} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"the output folder {folder} is not writable; choose another one with --set run.output=DIR")
+
+
 def write_plans(folder: Path, plans: Sequence[Plan]) -> list[Path]:
     """Plans of one step as a file, a trace and a picture of what is predicted; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     step = plans[0].step
     plan, picture, trace = (
         folder / name for name in (f"plan-{step:06d}.json", f"timeline-{step:06d}.png", f"trace-{step:06d}.json")
     )
-    save_plans(plans, plan)
-    write_trace(trace, plans)
-    write_picture(picture, plans)
+    with writing(folder):
+        save_plans(plans, plan)
+        write_trace(trace, plans)
+        write_picture(picture, plans)
     return [plan, picture, trace]
 
 
 def clear(job: Job, *, overwrite: bool) -> None:
     """Make sure that the folder holds nothing of an earlier run: two runs must not mix in one file.
 
-    Makes it if it is not there. Raises ValueError if it cannot be written, or holds a run that may not be overwritten.
+    Makes it if it is not there, and keeps it for this process. Raises ValueError if it cannot be written, another
+    run is writing there, or it holds a run that may not be overwritten.
     """
-    try:
-        job.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the output folder {job.output} cannot be made: {error.strerror}") from None
+    make_folder(job.output)
+    _claim(job.output)
     if (job.output / "metrics.jsonl").exists() and not overwrite:
         raise ValueError(
             f"{job.output} holds an earlier run (metrics.jsonl); choose another folder with --set run.output=DIR, "
@@ -66,10 +82,27 @@ def clear(job: Job, *, overwrite: bool) -> None:
         # Plans that this run replays from its own folder are its input.
         if job.run.plans and Path(job.run.plans).resolve() == path.resolve():
             continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        with writing(job.output):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _claim(folder: Path) -> None:
+    """Lock the folder as long as this process lives; nothing is left behind."""
+    if fcntl is None:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)  # kept open on purpose
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another run is writing to {folder}; choose another folder with --set run.output=DIR, or wait for its end"
+        ) from None
+    except OSError:
+        os.close(descriptor)  # some network file systems have no locks
 
 
 class Output:
@@ -89,12 +122,17 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._last is not None:
-            _draw(self._folder, self._last)
+        with writing(self._folder):
+            if self._metrics is not None:
+                self._metrics.close()
+            if self._last is not None:
+                _draw(self._folder, self._last)
 
     def __call__(self, report: StepReport | Evaluation) -> None:
+        with writing(self._folder):
+            self._write(report)
+
+    def _write(self, report: StepReport | Evaluation) -> None:
         if isinstance(report, Evaluation):
             with (self._folder / "evaluations.jsonl").open("ab") as file:
                 file.write(msgspec.json.encode(report) + b"\n")

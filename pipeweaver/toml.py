@@ -51,7 +51,7 @@ class Document:
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Parse a file and lay `key=value` overrides over it. Raises ValueError with one line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -68,7 +68,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Document:
         _set(table, key, value, override)
         changed[key] = override
     document = Document(path=str(path), table=table, lines=_lines(text), overrides=changed)
-    _check_finite(document, table, "")
+    _check_values(document, table, "")
     return document
 
 
@@ -123,7 +123,7 @@ def _translated(document: Document, path: str, record: type, message: str) -> Va
     if found := re.fullmatch(r"Object contains unknown field `(.+)`", what):
         return document.error(_join(where, found[1]), "unknown key")
     if what.startswith("Invalid enum value"):
-        return document.error(where, f"expected one of {_listed(_choices(record, at))}")
+        return document.error(where, f"expected one of {', '.join(_choices(record, at))}")
     if found := re.fullmatch(r"Expected `([^`]+)`(.*?)(?:, got `?(\w+)`?)?", what):
         words = " or ".join(_WORDS.get(name, name) for name in found[1].split(" | ") if name != "null")
         got = f", not {_WORDS.get(found[3], found[3])}" if found[3] else ""
@@ -154,17 +154,22 @@ _WORDS = {
     "bool": "true or false",
     "array": "a list",
     "object": "a table",
+    "date": "a date",
+    "datetime": "a date",
+    "time": "a time",
 }
 
 
 def _choices(record: type, at: str) -> list[str]:
-    """Values of the Literal at a path inside a record."""
+    """Values that the record allows at a path inside it, as they are written in TOML."""
     found = msgspec.inspect.type_info(record)
     for key in at.split("."):
         if isinstance(found, msgspec.inspect.StructType):
             found = next(field.type for field in found.fields if field.encode_name == key.split("[")[0])
     options = found.types if isinstance(found, msgspec.inspect.UnionType) else (found,)
-    return [str(v) for option in options if isinstance(option, msgspec.inspect.LiteralType) for v in option.values]
+    words = ["true", "false"] if any(isinstance(option, msgspec.inspect.BoolType) for option in options) else []
+    literals = [option for option in options if isinstance(option, msgspec.inspect.LiteralType)]
+    return words + [_shown(value) for option in literals for value in option.values]
 
 
 def _closest(key: str, known: Sequence[str]) -> str:
@@ -210,15 +215,20 @@ def _set(table: dict[str, Any], key: str, text: str, override: str) -> None:
     table[last] = value
 
 
-def _check_finite(document: Document, value: Any, path: str) -> None:
+def _check_values(document: Document, value: Any, path: str) -> None:
+    """What no setting can be, whatever its record: TOML allows it, and libraries fail on it in words of their own."""
     if isinstance(value, float) and not math.isfinite(value):
         raise document.error(path, "expected a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise document.error(path, "expected a number that fits into 64 bits")
+    if isinstance(value, str) and "\0" in value:
+        raise document.error(path, "expected text without null characters")
     if isinstance(value, dict):
         for key, inner in value.items():
-            _check_finite(document, inner, _join(path, key))
+            _check_values(document, inner, _join(path, key))
     if isinstance(value, list):
         for position, inner in enumerate(value):
-            _check_finite(document, inner, f"{path}[{position}]")
+            _check_values(document, inner, f"{path}[{position}]")
 
 
 _HEADER = re.compile(r"\s*\[\s*([\w.\-\"' ]+?)\s*\]\s*(#.*)?$")

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeweaver.agreement import check_agreement
+from pipeweaver.agreement import check_agreement, check_model
 from pipeweaver.config import Job, load
 from pipeweaver.data.config import build_dataset
+from pipeweaver.model.build import build_graph
+from pipeweaver.model.language import LanguageConfig
+from pipeweaver.runtime.prepare import job_graph
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.toml"
 
@@ -32,6 +35,7 @@ def test_the_example_agrees() -> None:
         (["task.data.kind=text"], "model.vision.patch = 4: the module takes pixels, but the data has no such tensors"),
         (["task.data.language=text"], "task.data has items for module text, but [model] defines only vision, language"),
         (["model.flows=[]"], 'model.flows: in the data, items of vision belong into items of language, but no flow leads there; add "vision.TENSOR -> language"'),
+        (["model.language.placeholders={vision=258, audio=3}"], 'model.language.placeholders.audio: no flow brings audio to language; add "MODULE.TENSOR -> language.audio" to model.flows, or leave the placeholder out'),
     ],
 )  # fmt: skip
 def test_each_disagreement_names_its_key(overrides: list[str], expected: str) -> None:
@@ -44,3 +48,28 @@ def test_a_backbone_without_items() -> None:
     overrides = ["task.backbone=spare", "model.spare={type='language', layers=1, hidden=8, heads=2, vocab=259}"]
     with pytest.raises(ValueError, match=r'task.backbone = "spare": the first 64 samples have no items for it, only'):
         check(load(DIGITS, overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["workers.pipeline=1000000000"], "workers.pipeline = 1000000000: the model has 8 layers, and every worker needs one; use 8 workers at most"),
+        (["model.vision.trainable=false", "model.language.trainable=false"], "model: nothing is left to train; set trainable = true for a module"),
+        (["model.spare={type='vit', layers=1, hidden=8, heads=2, patch=4, output=8}"], "model.spare: it has no loss, and no flow leads from it: it is for nothing"),
+    ],
+)  # fmt: skip
+def test_models_that_make_no_sense(overrides: list[str], expected: str) -> None:
+    layers = ["model.vision.layers=4", "model.language.layers=4"]
+    job = load(DIGITS, [*layers, *overrides])
+    with pytest.raises(ValueError) as caught:
+        check_model(job, job_graph(job))
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("key", ["hidden", "ffn", "vocab", "head_dim"])
+def test_layers_too_large_for_any_machine(key: str) -> None:
+    """What torch cannot even describe is an error of the model, not of torch."""
+    sizes = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 9} | {key: 1 << 62}
+    graph = build_graph({"language": LanguageConfig(**sizes)})
+    with pytest.raises(ValueError, match=r"model.language: layer 'language\.\w+ .*' cannot be built: \w+: "):
+        check_model(load(DIGITS), graph)

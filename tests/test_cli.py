@@ -124,6 +124,31 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert f"error: {output} holds an earlier run (metrics.jsonl)" in again.stderr
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("of the run that is going on\n")
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    told = mistake("train", DIGITS, *SMALL, f"--set=run.output={tmp_path / 'out'}", "--overwrite")
+    os.close(descriptor)
+    assert told.startswith(f"another run is writing to {tmp_path / 'out'}; choose another folder")
+    assert (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["plan", "train"])
+def test_an_output_folder_that_cannot_be_is_told_first(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told = mistake(name, DIGITS, *SMALL, f"--set=run.output={tmp_path / 'file'}")
+    assert told == f"the output folder {tmp_path / 'file'} cannot be made: File exists"
+
+
+def test_plans_to_replay_are_looked_for_first(tmp_path: Path) -> None:
+    told = mistake("train", DIGITS, *SMALL, f"--set=run.output={tmp_path / 'out'}", f"--set=run.plans={tmp_path}")
+    assert told == f"{DIGITS}: {tmp_path} holds no recorded plans: there is no index.jsonl"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
     output = tmp_path / "out"
     done = run("plan", DIGITS, *SMALL, f"--set=run.output={output}")

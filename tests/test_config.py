@@ -135,6 +135,9 @@ def test_output_is_where_the_user_says(path: Path) -> None:
         ("model.language.kv_heads=3", "model.language.kv_heads = 3: kv_heads = 3 do not divide heads = 4"),
         ("model.audio.layers=3", "model.audio.type: missing; it is one of "),
         ("task.backbone=lang", 'task.backbone = "lang": there is no module lang; [model] defines vision, language'),
+        ("task.name=a/b", "task.name = \"a/b\": expected a name of letters, digits, - and _, not 'a/b'"),
+        ("task.name=''", "task.name = \"\": expected a name of letters, digits, - and _, not ''"),
+        ("model.vision.layers=100000", "model.vision.layers = 100000: expected a whole number <= 10000"),
         ("task.microbatches=0", "task.microbatches = 0: expected a whole number >= 1"),
         ("task.tokens_per_microbatch=0", "task.tokens_per_microbatch = 0: expected a whole number >= 1"),
         ("task.loss_weights.language=-1", "task.loss_weights.language = -1: expected a number >= 0.0"),
@@ -200,7 +203,13 @@ def test_a_file_without_a_model(path: Path) -> None:
         ),
         (["policy.rounds=3"], ["policy.rounds has no effect with policy gpipe, which does not search"]),
         (["run.evaluate_every=11"], ["run.evaluate_every = 11 is beyond the last step, 10"]),
-        (["workers.replicas=1000"], ["workers.pin has no effect: 2000 workers of 1 threads need 2000 cores, this"]),
+        (
+            ["workers.replicas=1000"],
+            [
+                "workers.replicas = 1000: a step has 4 microbatches, so 996 replicas have nothing to do",
+                "workers.pin has no effect: 2000 workers of 1 threads need 2000 cores, this",
+            ],
+        ),
     ],
 )
 def test_settings_without_effect_are_told(path: Path, overrides: list[str], expected: list[str]) -> None:

@@ -19,6 +19,7 @@ class Oven(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timer: float | None = None
     shelves: tuple[int, int] = (1, 2)
     weights: dict[str, Annotated[float, Meta(gt=0)]] = {}
+    light: bool | Literal["dim"] = True
 
     def __post_init__(self) -> None:
         if self.mode == "grill" and self.heat < 200:
@@ -54,10 +55,14 @@ def message(path: str, overrides: tuple[str, ...] = ()) -> str:
         ("heat = 9\nmoed = 'fan'", ':3: oven.moed = "fan": unknown key; did you mean mode?'),
         (
             "heat = 9\nxyzzy = 1",
-            ":3: oven.xyzzy = 1: unknown key; known here: heat, mode, timer, shelves, weights",
+            ":3: oven.xyzzy = 1: unknown key; known here: heat, mode, timer, shelves, weights, light",
         ),
         ("heat = 9\ntimer = 'x'", ':3: oven.timer = "x": expected a number, not a string'),
         ("heat = 9\ntimer = nan", ":3: oven.timer = NaN: expected a finite number"),
+        (f"heat = {2**63}", f":2: oven.heat = {2**63}: expected a number that fits into 64 bits"),
+        ("heat = 9\ntimer = 1979-05-27", ':3: oven.timer = "1979-05-27": expected a number, not a date'),
+        ('heat = 9\nmode = "a\\u0000"', ':3: oven.mode = "a\\u0000": expected text without null characters'),
+        ("heat = 9\nlight = 'green'", ':3: oven.light = "green": expected one of true, false, "dim"'),
         ("heat = 9\nshelves = [1]", ":3: oven.shelves = [1]: expected a list of length 2, not 1"),
         ("heat = 9\nshelves = [1, 'a']", ':3: oven.shelves[1] = "a": expected a whole number, not a string'),
         ("heat = 9\nweights = {a = 1, b = -1}", ":3: oven.weights.b = -1: expected a number > 0.0"),
@@ -75,6 +80,11 @@ def test_each_mistake_is_one_line(tmp_path: Path, line: str, expected: str) -> N
 def test_a_good_table_with_comments_and_dotted_keys(tmp_path: Path) -> None:
     path = write(tmp_path, "# kitchen\n[ oven ]  # hot\nheat = 200\nweights.a = 2\nweights.b = 0.5\n")
     assert toml.convert(toml.read(path), "oven", Oven) == Oven(heat=200, weights={"a": 2.0, "b": 0.5})
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "kitchen.toml").write_bytes(b"\xef\xbb\xbf[oven]\nheat = 3\n")
+    assert toml.convert(toml.read(tmp_path / "kitchen.toml"), "oven", Oven).heat == 3
 
 
 def test_dotted_key_has_its_line(tmp_path: Path) -> None:

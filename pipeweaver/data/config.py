@@ -11,7 +11,6 @@ Paths are relative to the config file's folder.
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.digits import DigitsDataset, Kind, Split
 from pipeweaver.data.jsonl import JsonLinesDataset
 from pipeweaver.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer
+from pipeweaver.own_code import call_own
 
 
 class DigitsData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="digits"):
@@ -137,18 +137,11 @@ def _json_lines(config: JsonLinesData, split: Split, folder: Path) -> JsonLinesD
 
 
 def _custom(config: CustomData, split: Split, seed: int, folder: Path) -> Dataset:
-    module, _, name = config.build.partition(":")
-    try:
-        build = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"build = {config.build!r}: {error}; is it installed or on PYTHONPATH?") from None
-    except AttributeError:
-        raise ValueError(f"build = {config.build!r}: module {module} has no {name}") from None
-    dataset: Dataset = build(split=split, seed=seed, folder=folder, **config.options)
+    dataset: Dataset = call_own(config.build, split=split, seed=seed, folder=folder, **config.options)
     needed = ("num_records", "vocabulary", "placeholders", "widths", "describe", "sample", "load")
     missing = [attribute for attribute in needed if not hasattr(dataset, attribute)]
     if missing:
         raise ValueError(
-            f"build = {config.build!r} returned {type(dataset).__name__}, which has no {', '.join(missing)}"
+            f'build = "{config.build}" returned {type(dataset).__name__}, which has no {", ".join(missing)}'
         )
     return dataset

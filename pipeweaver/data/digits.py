@@ -249,7 +249,7 @@ def check_settings(
         "text-to-image": 2 + len("A  .") + max(len(_size_word(one)) for one in pixels) + longest_name,
     }[kind]
     if max_tokens < needed:
-        raise ValueError(f"max_tokens = {max_tokens}: one record can need {needed}")
+        raise ValueError(f"max_tokens = {max_tokens}: must be at least {needed}, what one record can need")
 
 
 def _pictures(document: _Document) -> list[_Picture]:

@@ -227,7 +227,7 @@ class JsonLinesDataset:
 
     def _cached_scan(self, folder: Path | None) -> _Scan:
         if not self.path.is_file():
-            raise ValueError(f"{self.path}: there is no such file")
+            raise ValueError(f"{self.path}: {'not a file' if self.path.exists() else 'there is no such file'}")
         if folder is None:
             return self._scan_file()
         kept = folder / f"{self.path.name}.{self._fingerprint()}.npz"

@@ -9,7 +9,6 @@ Initial values are a function of seed and layer name alone: however the model is
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module
 from pipeweaver.model.language import LanguageConfig, language
 from pipeweaver.model.part import seed_of
 from pipeweaver.model.vit import VitConfig, vit
+from pipeweaver.own_code import call_own
 from pipeweaver.schedule.ir import Chunk
 
 
@@ -173,19 +173,12 @@ def _build(name: str, config: ModuleConfig, readings: tuple[Reading, ...]) -> Mo
 
 
 def _custom(name: str, config: CustomConfig) -> Module:
-    path, colon, function = config.build.partition(":")
-    if not colon:
-        raise ValueError(f'build = "{config.build}" of {name}: expected "package.module:function"')
     try:
-        build = getattr(importlib.import_module(path), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f'build = "{config.build}" of {name} cannot be imported: {error}') from error
-    try:
-        module = build(name, **config.options)
-    except TypeError as error:
-        raise ValueError(f'build = "{config.build}" of {name} does not take these options: {error}') from error
+        module = call_own(config.build, name, **config.options)
+    except ValueError as error:
+        raise ValueError(f"model.{name}: {error}") from error
     if not isinstance(module, Module):
-        raise ValueError(f'build = "{config.build}" of {name} returned {type(module).__name__}, not a Module')
+        raise ValueError(f'model.{name}: build = "{config.build}" returned {type(module).__name__}, not a Module')
     return module
 
 

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from pipeweaver.model import layers
 from pipeweaver.model.attention import positions, rotary
 from pipeweaver.model.graph import LayerSpec, LossSpec, Module, Reading, TensorSpec
-from pipeweaver.model.layers import Activation, Attention, GatedMlp, Linear, Mlp, residual_deviation, run_attention
+from pipeweaver.model.layers import (
+    Activation,
+    Attention,
+    GatedMlp,
+    Linear,
+    Mlp,
+    NumLayers,
+    residual_deviation,
+    run_attention,
+)
 from pipeweaver.model.part import PartView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -43,7 +52,7 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     begin as identities, as in DiT.
     """
 
-    layers: PositiveInt
+    layers: NumLayers
     hidden: PositiveInt
     heads: PositiveInt
     channels: PositiveInt

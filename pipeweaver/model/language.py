@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from pipeweaver.model import layers
 from pipeweaver.model.attention import positions, rotary
 from pipeweaver.model.graph import LayerSpec, LossSpec, Module, Reading, TensorSpec
-from pipeweaver.model.layers import Activation, Attention, GatedMlp, Linear, Mlp, residual_deviation, run_attention
+from pipeweaver.model.layers import (
+    Activation,
+    Attention,
+    GatedMlp,
+    Linear,
+    Mlp,
+    NumLayers,
+    residual_deviation,
+    run_attention,
+)
 from pipeweaver.model.part import PartView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -40,7 +49,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     head. `answers` reports the share of answers whose every token is predicted.
     """
 
-    layers: PositiveInt
+    layers: NumLayers
     hidden: PositiveInt
     heads: PositiveInt
     vocab: PositiveInt

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,9 @@ from pipeweaver.model.attention import attend, rotate
 from pipeweaver.model.part import PartView
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+
+NumLayers = Annotated[int, Meta(ge=1, le=10_000)]
+"""Blocks of a module. Far more than any model has: more is a slip, and would take all memory before it is noticed."""
 
 
 class Linear(nn.Linear):

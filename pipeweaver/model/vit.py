@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pipeweaver.model import layers
 from pipeweaver.model.attention import rotary
 from pipeweaver.model.graph import LayerSpec, Module, TensorSpec
-from pipeweaver.model.layers import Activation, Attention, Linear, Mlp, residual_deviation, run_attention
+from pipeweaver.model.layers import Activation, Attention, Linear, Mlp, NumLayers, residual_deviation, run_attention
 from pipeweaver.model.part import PartView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -42,7 +42,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the last block only.
     """
 
-    layers: PositiveInt
+    layers: NumLayers
     hidden: PositiveInt
     heads: PositiveInt
     patch: PositiveInt
@@ -66,7 +66,9 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.rotary:
             layers.check_rotary(self.head_dim, axes=2)
         if self.projector == "none" and self.output not in (None, self.merged):
-            raise ValueError(f"output = {self.output} needs a projector: without one features are {self.merged} wide")
+            raise ValueError(
+                f"output = {self.output}: without a projector features are merge * merge * hidden = {self.merged} wide"
+            )
         if self.projector != "none" and self.output is None:
             raise ValueError("output is missing: the width of the features, the hidden size of who reads them")
 

@@ -38,7 +38,7 @@ def share_out(graph: ModelGraph, batch: Batch, num_replicas: int, costs: Costs |
         loads[replica] += sizes[number]
         counts[replica] += 1
         groups[replica].append(number)
-    normalisers = _normalisers(graph, batch.samples)
+    normalisers = count_normalisers(graph, batch.samples)
     return tuple(
         _flatten(batch, sorted(group), replica, num_replicas, normalisers) for replica, group in enumerate(groups)
     )
@@ -49,7 +49,7 @@ def single_share(graph: ModelGraph, batch: Batch) -> Share:
     return share_out(graph, batch, 1)[0]
 
 
-def _normalisers(graph: ModelGraph, samples: Sequence[Sample]) -> dict[str, int]:
+def count_normalisers(graph: ModelGraph, samples: Sequence[Sample]) -> dict[str, int]:
     """ "task/module" of each loss -> its units over all samples, at least 1: no units, no loss to divide."""
     units: dict[str, int] = {}
     tasks = dict.fromkeys(sample.task for sample in samples)

@@ -26,9 +26,11 @@ from pipeweaver.schedule.ir import (
 )
 
 
-def describe(plan: Plan, address: Address, action: Action) -> str:
-    """One line naming worker, action, peer and tensor."""
-    return f"{address}, step {plan.step}: {_action(plan, address.worker, action)}"
+def describe(plan: Plan, address: Address, action: Action | None) -> str:
+    """One line naming worker, action, peer and tensor. None is what comes after the last action."""
+    where = f"batch {plan.step} of an evaluation" if plan.forward_only else f"step {plan.step}"
+    what = "meets all workers at the end" if action is None else _action(plan, address.worker, action)
+    return f"{address}, {where}: {what}"
 
 
 def _action(plan: Plan, worker: int, action: Action) -> str:

@@ -76,6 +76,26 @@ Message = Setup | RunPlan | Finish | Failure
 Report = TypeVar("Report", bound=msgspec.Struct)
 
 
+class Silence:
+    """How long a count of beats, looked at about every `look_s` seconds, has stood still.
+
+    Time in which nobody looked counts little: then it was this process, or the store, that was stopped (Ctrl-Z).
+    """
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s = look_s
+        self._looked = time.monotonic()
+        self._count = 0
+        self._silent_s = 0.0
+
+    def after(self, count: int) -> float:
+        """Seconds of silence, now that the count is `count`."""
+        now = time.monotonic()
+        self._silent_s = 0.0 if count != self._count else self._silent_s + min(now - self._looked, 2 * self._look_s)
+        self._count, self._looked = count, now
+        return self._silent_s
+
+
 class FirstRankFailed(RunError):
     """The first rank failed and said why."""
 
@@ -159,8 +179,8 @@ class Exchange:
 
     def _wait(self, key: str, late: Callable[[float], None] | None) -> None:
         """Wait for a key as long as the first rank lives, in steps, so that Ctrl-C is not held up."""
-        pause, beats = POLL_S, 0
-        start = heard = looked = told = time.monotonic()
+        pause, silence = POLL_S, Silence(self._beat_s)
+        start = looked = told = time.monotonic()
         while not self._store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, MOST_POLL_S)
@@ -171,10 +191,8 @@ class Exchange:
             if late is not None and now - told > self._patience_s:
                 late(now - start)
                 told = now
-            count = self._store.add("beats", 0)  # reads the count, whether or not there was a beat yet
-            if count != beats:
-                beats, heard = count, now
-            elif now - heard > self._patience_s:
+            # Reads the count, whether or not there was a beat yet.
+            if silence.after(self._store.add("beats", 0)) > self._patience_s:
                 raise FirstRankSilent(
                     f"waited for {key}, but the first worker has given no sign of life for {self._patience_s:g} s: "
                     "it is dead, frozen, or cut off"

@@ -169,8 +169,8 @@ class Execution:
         """The action that has not ended yet, in words. Called by the watchdog's thread."""
         actions = self.plan.actions[self.address.worker]
         # On a GPU the host runs ahead: the device's marks tell where it really is.
-        at = min(self.at, max(0, self.clock.reached() - 1), len(actions) - 1)
-        return describe(self.plan, self.address, actions[at])
+        at = min(self.at, max(0, self.clock.reached() - 1))
+        return describe(self.plan, self.address, actions[at] if at < len(actions) else None)
 
     def _load(self, action: Load) -> None:
         device, dtype = self.worker.device, self.worker.dtype

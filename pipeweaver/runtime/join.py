@@ -1,6 +1,6 @@
 """Join the other workers: rank, device, cores, process group, and the store that messages go through.
 
-    membership = join(job.workers, device="auto")
+    membership = join(job.workers, device="auto", patience_s=60)
     membership.address     worker 1 of replica 0
     membership.device      cuda:1 with NCCL, or cpu with Gloo
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeweaver.cluster import Workers, available_cores, cores_of
+from pipeweaver.runtime.company import LEAST_PATIENCE_S, Company
 from pipeweaver.runtime.exchange import MOST_WAIT, Store
 from pipeweaver.runtime.transport import Address, WorkerMap
 
@@ -24,6 +25,8 @@ from pipeweaver.runtime.transport import Address, WorkerMap
 @dataclass(frozen=True, kw_only=True)
 class Membership:
     """This process among the workers of the run. `store` is for messages; the group is torch's default one.
+
+    `company` watches over the others until it is closed.
 
     `helper_cores` are for threads beside the worker's own, such as the planner: cores that no worker is pinned
     to, or all if there are none; empty where nothing is pinned.
@@ -34,6 +37,7 @@ class Membership:
     workers: WorkerMap
     device: torch.device
     store: Store
+    company: Company
     helper_cores: frozenset[int]
 
     @property
@@ -41,10 +45,11 @@ class Membership:
         return self.rank == 0
 
 
-def join(workers: Workers, device: str) -> Membership:
+def join(workers: Workers, device: str, *, patience_s: float = 60.0) -> Membership:
     """Take this process's place, its device and its cores, and meet the others.
 
-    `device` is "cpu", "cuda" or "auto": CUDA if this host has a device for each of its workers. Raises
+    `device` is "cpu", "cuda" or "auto": CUDA if this host has a device for each of its workers. `patience_s` is how
+    long a worker may give no sign of life from here to the end of `company`. Raises
     ValueError if the number of processes is not that of the job's workers, or there is no such device.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -60,6 +65,12 @@ def join(workers: Workers, device: str) -> Membership:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     store, _, _ = next(dist.rendezvous("env://"))
+    company = Company(
+        cast(Store, dist.PrefixStore("company", store)),
+        rank=rank,
+        world_size=world_size,
+        patience_s=max(patience_s, LEAST_PATIENCE_S),
+    )
     dist.init_process_group(
         # Messages between hosts, such as clock offsets, are CPU tensors.
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
@@ -76,6 +87,7 @@ def join(workers: Workers, device: str) -> Membership:
         workers=workers_map,
         device=chosen,
         store=cast(Store, dist.PrefixStore("messages", store)),  # torch's stubs know no bytes
+        company=company,
         helper_cores=helper_cores,
     )
 

@@ -69,6 +69,13 @@ def launch(command: Sequence[str], *, num_workers: int, threads: int = 1, grace_
             file=sys.stderr,
         )
         return 1
+    if code == 130:
+        print(
+            f"error: worker process {failed} of {num_workers} (pid {workers[failed].pid}) was told to stop; "
+            "the others were stopped",
+            file=sys.stderr,
+        )
+        return 1
     return code
 
 

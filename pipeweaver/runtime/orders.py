@@ -5,21 +5,23 @@ steps 0, 1 on training data | evaluation after 2 steps | step 2 | evaluation aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 from pipeweaver.config import Job
 from pipeweaver.data.dataset import Dataset
-from pipeweaver.data.items import Batch
+from pipeweaver.data.items import Batch, Sample
 from pipeweaver.data.loader import Loader
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Order, Planning, plan_batch
 from pipeweaver.runtime.evaluate import evaluation_orders
-from pipeweaver.runtime.recorded import load_recorded, read_index, replay
+from pipeweaver.runtime.exchange import Data
+from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
 from pipeweaver.schedule.ir import Placement, Plan
 
 
@@ -54,23 +56,53 @@ def planned_orders(
     return _planned(job, corrected, loader, batches), planning.placement
 
 
-def replayed_orders(job: Job, graph: ModelGraph, budget_bytes: int | None) -> tuple[Iterator[Order], Placement]:
-    """The recorded orders of `job.run.plans`, each proven again when it is asked for, and their placement.
+def replayed_orders(
+    job: Job, graph: ModelGraph, loaders: Mapping[Data, Loader], budget_bytes: int | None
+) -> tuple[Iterator[Order], Placement]:
+    """The recorded orders of `job.run.plans` up to its last step, each proven again when it is asked for, and their
+    placement. `loaders` say what the job's data is.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, or they are for another job.
     """
     folder = Path(job.run.plans)
-    entries = read_index(folder)
+    entries = recorded_entries(job, tuple(loaders))
+
+    def sample(data: Data, record: int, task: str, draw: int) -> Sample:
+        fitted = loaders[data].fitted
+        if task != job.task.name or not 0 <= record < (fitted.dataset.num_records or record + 1):
+            raise ValueError(f"the job's data has no record {record} of task {task}")
+        return fitted.sample(record, task=task, draw=draw)
+
     orders = replay(
         folder,
         entries,
         graph,
+        sample=sample,
         num_replicas=job.workers.replicas,
         num_workers=job.workers.pipeline,
         dtype=job.run.dtype,
         budget_bytes=budget_bytes,
     )
     return orders, load_recorded(folder, entries[0])[0].placement
+
+
+def recorded_entries(job: Job, datas: Collection[Data]) -> list[Entry]:
+    """What is replayed for a job that has these `datas`: its own number of steps, and evaluations between them.
+
+    Warns if there are fewer. Raises ValueError if there is nothing to replay.
+    """
+    folder = Path(job.run.plans)
+    entries = [
+        e for e in read_index(folder) if (e.step < job.run.steps if e.data == "train" else e.step <= job.run.steps)
+    ]
+    steps = sum(entry.data == "train" for entry in entries)
+    if not steps:
+        raise ValueError(f"{folder} holds no plan of a training step")
+    if any(entry.data not in datas for entry in entries):
+        raise ValueError(f"{folder} holds plans for held-out data, which the job has not")
+    if steps < job.run.steps:
+        warnings.warn(f"{folder} holds {steps} steps, so the run ends before run.steps = {job.run.steps}", stacklevel=2)
+    return entries
 
 
 def _planned(job: Job, planning: Callable[[], Planning], loader: Loader, held_out: Sequence[Batch]) -> Iterator[Order]:

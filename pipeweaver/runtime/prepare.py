@@ -61,18 +61,20 @@ def job_loader(job: Job, dataset: Dataset) -> Loader:
 
 def held_out_batches(job: Job, dataset: Dataset) -> list[Batch]:
     """All held-out samples, each once, always in the same batches."""
-    return list(
-        Loader(
-            dataset,
-            backbone=job.task.backbone,
-            tokens_per_microbatch=job.task.tokens_per_microbatch,
-            microbatches=job.task.microbatches,
-            task=job.task.name,
-            shuffle=False,
-            epochs=1,
-            max_items=job.task.max_items,
-            too_long=job.task.too_long,
-        )
+    return list(held_out_loader(job, dataset))
+
+
+def held_out_loader(job: Job, dataset: Dataset) -> Loader:
+    return Loader(
+        dataset,
+        backbone=job.task.backbone,
+        tokens_per_microbatch=job.task.tokens_per_microbatch,
+        microbatches=job.task.microbatches,
+        task=job.task.name,
+        shuffle=False,
+        epochs=1,
+        max_items=job.task.max_items,
+        too_long=job.task.too_long,
     )
 
 

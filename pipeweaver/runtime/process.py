@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -54,6 +56,15 @@ class RunError(RuntimeError):
         super().__init__(message)
         self.code = code
         self.once_per_host = once_per_host
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A disk that is full or read-only is told in one line: a RunError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror or error}") from None
 
 
 def run_worker(function: Callable[[], None]) -> NoReturn:
@@ -95,6 +106,8 @@ def exit_code(error: Exception) -> int:
 
 def is_known(error: Exception) -> bool:
     """Whether the message says all: a mistake of the user's, or a RunError that no other error caused."""
+    if isinstance(error, BrokenPipeError):  # whoever read what is printed is gone: `pipeweaver train ... | head`
+        return True
     return isinstance(error, ValueError) or (isinstance(error, RunError) and error.__cause__ is None)
 
 

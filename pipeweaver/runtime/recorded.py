@@ -8,15 +8,18 @@ Replayed plans are proven again before use, since files can be changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from pipeweaver.data.items import Share
+from pipeweaver.data.items import Item, Sample, Share
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.assign import count_normalisers
 from pipeweaver.runtime.ahead import Order
 from pipeweaver.runtime.exchange import Data
+from pipeweaver.runtime.process import writing
 from pipeweaver.schedule.files import load_plans, save_plans
 from pipeweaver.schedule.ir import Plan
 from pipeweaver.schedule.verify import verify
@@ -46,6 +49,13 @@ class Recorder:
     def write(self, number: int, order: Order) -> None:
         """An order that was executed."""
         file = f"{number:06d}.json.gz"
+        with writing(self._folder):
+            self._write(number, order, file)
+
+    def close(self) -> None:
+        self._index.close()
+
+    def _write(self, number: int, order: Order, file: str) -> None:
         save_plans(order.plans, self._folder / file)
         entry = Entry(
             number=number,
@@ -58,9 +68,6 @@ class Recorder:
         # The line comes after the file that it speaks of: a run that is killed leaves no line without one.
         self._index.write(msgspec.json.encode(entry) + b"\n")
         self._index.flush()
-
-    def close(self) -> None:
-        self._index.close()
 
 
 def read_index(folder: Path) -> list[Entry]:
@@ -96,32 +103,69 @@ def replay(
     entries: Sequence[Entry],
     graph: ModelGraph,
     *,
+    sample: Callable[[Data, int, str, int], Sample],
     num_replicas: int,
     num_workers: int,
     dtype: str,
     budget_bytes: int | None,
 ) -> Iterator[Order]:
-    """The orders again, each verified. Raises ValueError, naming the file, if one does not fit the job."""
+    """The orders again, each verified. `sample(data, record, task, draw)` is what the job's data has there.
+
+    Raises ValueError, naming the file, if one does not fit the job.
+    """
+    placement = None
     for entry in entries:
+        path = folder / entry.file
         plans = load_recorded(folder, entry)
-        if (len(plans), plans[0].placement.workers) != (num_replicas, num_workers):
+        if not plans or (len(plans), plans[0].placement.workers) != (num_replicas, num_workers):
+            workers = plans[0].placement.workers if plans else 0
             raise ValueError(
-                f"{folder / entry.file} was recorded with {len(plans)} replicas of {plans[0].placement.workers} "
-                f"workers; this job has {num_replicas} of {num_workers}"
+                f"{path} was recorded with {len(plans)} replicas of {workers} workers; this job has {num_replicas} of "
+                f"{num_workers}"
             )
-        # What the replicas share out is what was shared out then.
-        shares = [
-            Share(
-                step=plan.step,
-                replica=plan.replica,
-                num_replicas=plan.num_replicas,
-                items=plan.items,
-                links=plan.links,
-                microbatches=(),
-                records=plan.records,
-                normalisers=plan.normalisers,
-            )
-            for plan in plans
-        ]
-        verify(plans, graph, shares, dtype=dtype, budget_bytes=budget_bytes)
+        placement = placement or plans[0].placement
+        if plans[0].placement != placement:
+            raise ValueError(f"{path} has its chunks on other workers than {entries[0].file}: it is of another run")
+        try:
+            shares = _shares(plans, graph, partial(sample, entry.data))
+            verify(plans, graph, shares, dtype=dtype, budget_bytes=budget_bytes)
+        except ValueError as error:
+            raise ValueError(f"{path} is no plan for this job: {error}") from None
         yield Order(plans=plans, step=entry.step, data=entry.data, is_last=entry.is_last)
+
+
+def _shares(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, str, int], Sample]) -> list[Share]:
+    """What the replicas share out: the samples that the plans name, as the job's data has them."""
+    samples: list[Sample] = []
+    for plan in plans:
+        items: dict[str, Item] = {}
+        for name, record in plan.records.items():
+            task, _, draw = name.rpartition("/")
+            samples.append(sample(record, task, int(draw)))
+            items |= {item.name: item for item in samples[-1].items}
+        for item in plan.items:
+            if items.get(item.name) != item:
+                raise ValueError(
+                    f"it has item {item.name} of sizes {item.sizes}, and the job's data "
+                    + (f"{items[item.name].sizes} there" if item.name in items else "no such item")
+                    + "; are data, seed or token budget others than they were?"
+                )
+        if len(plan.items) != len(items):
+            raise ValueError(f"it has {len(plan.items)} items, the job's data {len(items)} for the same samples")
+        links = {(one.items[a].name, one.items[b].name) for one in samples for a, b in one.links}
+        if not {(plan.items[a].name, plan.items[b].name) for a, b in plan.links} <= links:
+            raise ValueError("its items are linked otherwise than in the job's data")
+    normalisers = count_normalisers(graph, samples)
+    return [
+        Share(
+            step=plan.step,
+            replica=plan.replica,
+            num_replicas=len(plans),
+            items=plan.items,
+            links=plan.links,
+            microbatches=(),
+            records=plan.records,
+            normalisers=normalisers,
+        )
+        for plan in plans
+    ]

@@ -44,7 +44,7 @@ from pipeweaver.runtime.optimizer import learning_rate
 from pipeweaver.runtime.orders import Corrections, planned_orders, replayed_orders
 from pipeweaver.runtime.process import exit_code, in_words
 from pipeweaver.runtime.recorded import Recorder
-from pipeweaver.runtime.transport import ProcessTransport
+from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.runtime.watchdog import Watchdog, watched
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
@@ -72,13 +72,14 @@ class Result:
     evaluation: Evaluation | None
 
 
+@lost_workers_told()
 def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
     """Run the job as one of its workers; the result on the first rank, None on the others.
 
-    Raises ValueError for what the job, its data or its environment have wrong; WorkerError, FirstRankFailed and
-    FirstRankSilent for what happens on the way. After an error the process is of no further use.
+    Raises ValueError for what the job, its data or its environment have wrong; RunErrors, such as WorkerError and
+    FirstRankFailed, for what happens on the way. After an error the process is of no further use.
     """
-    membership = join(job.workers, job.run.device)
+    membership = join(job.workers, job.run.device, patience_s=job.run.watchdog_s)
     transport = ProcessTransport(membership.workers, membership.device)
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
     budget_bytes = _budget_bytes(job, membership.device)
@@ -94,7 +95,10 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
             corrections = Corrections()
             with _failure_told(job, exchange):
                 if costs is None:
-                    orders, placement = replayed_orders(job, graph, budget_bytes)
+                    loaders: dict[Data, Loader] = {"train": loader}
+                    if "held-out" in datasets:
+                        loaders["held-out"] = prepare.held_out_loader(job, datasets["held-out"])
+                    orders, placement = replayed_orders(job, graph, loaders, budget_bytes)
                 else:
                     held_out = datasets.get("held-out")
                     orders, placement = planned_orders(job, graph, loader, held_out, costs, corrections, budget_bytes)
@@ -107,6 +111,9 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
             raise ValueError(f"{job.path} is not the job that the first worker runs; give all hosts the same file")
         watchdog = Watchdog(job.run.watchdog_s)
         worker = _build_worker(job, graph, setup.placement, transport, loads["train"], watchdog)
+        # The first step begins when all can: it is measured like every other.
+        transport.barrier()
+        membership.company.close()
         try:
             _run_orders(job, worker, exchange, loads, first)
         except FirstRankFailed:

@@ -14,7 +14,8 @@ the plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeweaver.runtime.process import RunError
 from pipeweaver.schedule.ir import Plan, Transfer
 
 NEVER = timedelta(days=30)
@@ -85,6 +87,17 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Leave. No call follows."""
+
+
+@contextmanager
+def lost_workers_told() -> Iterator[None]:
+    """Outside of a step too, another worker's end is told in one line: a RunError in place of the backend's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RunError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise RunError(f"lost another worker: {str(error).splitlines()[0]}") from None
 
 
 class TransferError(RuntimeError):

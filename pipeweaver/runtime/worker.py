@@ -100,8 +100,8 @@ class Worker:
         """Run this worker's actions of a plan to the end. `learning_rate` takes the place of the configured one.
 
         Afterwards `buckets` hold the step's gradients, reduced and clipped, until the next run. Raises
-        WorkerError, naming the action, where torch or the transport fails; ValueError for what layers or data
-        do wrong. After an error the worker cannot run another plan.
+        WorkerError, naming the action, where torch, a layer or the transport fails; ValueError for what layers or
+        data do wrong against their contract. After an error the worker cannot run another plan.
         """
         assert plan.replica == self.transport.address.replica, "the plan is for another replica"
         if self.device.type == "cuda":
@@ -120,13 +120,19 @@ class Worker:
                 self._watch(execution, predicted_s)
                 execution.perform(action)
                 clock.mark()
+            execution.at = len(actions)
+            self._watch(execution, predicted_s)
             execution.finish()
             times = clock.times()
-        except RuntimeError as error:
-            between_workers = any(
+        except ValueError:
+            raise
+        except Exception as error:  # layers of the user's own raise whatever comes to them
+            # What a backend says of a lost peer is about no line of code.
+            between_workers = isinstance(error, RuntimeError) and all(
                 isinstance(a, Post | Wait | Reduce | Norm) for a in actions[execution.at : execution.at + 1]
             )
-            raise WorkerError(f"{execution.describe()}: {error}") from None if between_workers else error
+            words = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+            raise WorkerError(f"{execution.describe()}: {words}") from None if between_workers else error
         finally:
             if self.watchdog is not None:
                 self.watchdog.stop()

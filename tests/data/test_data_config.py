@@ -48,9 +48,13 @@ def test_custom(tmp_path, monkeypatch):
     config = read('type = "custom"\nbuild = "mine:build"\noptions = { count = 7 }')
     assert isinstance(config, CustomData) and build_dataset(config, "train").num_records == 7
     for build, words in [
-        ("mine:other", "module mine has no other"),
+        ("mine:other", "module 'mine' has no attribute 'other'"),
         ("yours:build", "No module named 'yours'"),
         ("mine:nothing", "returned int, which has no num_records"),
+        ("mine:build", "does not take the arguments that it is called with: missing a required argument: 'count'"),
+        ("mine:__name__", "is no function, but a str"),
+        ("mine.build", 'expected "package.module:function"'),
+        ("a..b:c", 'expected "package.module:function"'),
     ]:
         with pytest.raises(ValueError, match=words):
             build_dataset(CustomData(build=build), "train")

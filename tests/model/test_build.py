@@ -147,7 +147,7 @@ def test_shapes_are_those_of_the_real_parameters():
         (VISION, dict(hidden=14, heads=2), "heads of dimension 7 cannot turn"),
         (VISION, dict(hidden=4, heads=2), "at least 4"),
         (VISION, dict(output=None), "output is missing"),
-        (VISION, dict(projector="none"), "needs a projector"),
+        (VISION, dict(projector="none"), "without a projector features are"),
         (LANGUAGE, dict(heads=5), "heads = 5 do not divide hidden = 24"),
         (LANGUAGE, dict(kv_heads=3), "kv_heads = 3 do not divide heads = 4"),
         (LANGUAGE, dict(head_dim=5), "heads of dimension 5 cannot turn"),
@@ -190,7 +190,7 @@ def test_custom_modules_are_named_in_errors():
     assert 'expected "package.module:function"' in error("os.path")
     assert "No module named 'nowhere'" in error("nowhere:build")
     assert "no attribute 'nothing'" in error("os:nothing")
-    assert "does not take these options" in error("tests.model.test_build:some_module", colour="red")
+    assert "does not take the arguments" in error("tests.model.test_build:some_module", colour="red")
     assert "returned int, not a Module" in error("tests.model.test_build:no_module")
 
 

@@ -125,6 +125,10 @@ def move_backward_up(plan):
     return replace(changed, order=put(plan.order, 0, tuple(order)))
 
 
+def load_with(plan, **fields):
+    return edit(plan, 0, lambda a: put(a, first(a, Load), replace(a[first(a, Load)], **fields)))
+
+
 def compute_twice(plan):
     i = first(plan.actions[0], Compute)
     changed = edit(plan, 0, lambda actions: [*actions[: i + 1], replace(actions[i], allocations=()), *actions[i + 1 :]])
@@ -207,6 +211,21 @@ BROKEN = {
     "loads something else": (
         lambda p: edit(p, 0, lambda a: put(a, first(a, Load), replace(a[first(a, Load)], names=("labels",)))),
         "actions",
+    ),
+    "loads for no part": (lambda p: load_with(p, part=10**6), "actions"),
+    "loads for part -1": (lambda p: load_with(p, part=-1), "actions"),
+    "loads for another part": (lambda p: load_with(p, part=1), "actions"),
+    "last edge without rows": (
+        lambda p: replace(p, edges=put(p.edges, len(p.edges) - 1, replace(p.edges[-1], rows=()))),
+        "edges",
+    ),
+    "order of a worker missing": (lambda p: replace(p, order=p.order[:1]), "stages"),
+    "actions of a worker missing": (lambda p: replace(p, actions=p.actions[:1]), "stages"),
+    "memory of a worker missing": (lambda p: replace(p, static_bytes=p.static_bytes[:1]), "stages"),
+    "parts of a chunk missing": (lambda p: replace(p, parts=p.parts[:-1]), "stages"),
+    "prediction of another plan": (
+        lambda p: replace(p, prediction=replace(p.prediction, spans=p.prediction.spans[:1])),
+        "prediction",
     ),
     "wait missing": (lambda p: edit(p, 0, drop(first(p.actions[0], Wait))), "actions"),
     "post missing": (lambda p: edit(p, 0, drop(first(p.actions[0], Post))), "actions"),

@@ -25,7 +25,7 @@ def test_wrong_world_size_says_what_was_asked_for(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"3 processes were started, but .* pipeline = 2 times replicas = 2; start 4"):
-        join(Workers(pipeline=2, replicas=2), "cpu")
+        join(Workers(pipeline=2, replicas=2), "cpu", patience_s=60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins threads")

@@ -9,8 +9,11 @@ import msgspec
 import pytest
 import torch
 
+from pipeweaver.config import load
 from pipeweaver.report.metrics import read_metrics
 from pipeweaver.runtime.evaluate import Evaluation
+from pipeweaver.runtime.orders import recorded_entries, replayed_orders
+from pipeweaver.runtime.prepare import held_out_loader, job_datasets, job_graph, job_loader
 from pipeweaver.runtime.recorded import read_index
 from tests.train.processes import alive, children, environment, wait_for
 
@@ -247,3 +250,80 @@ def test_interrupt_in_a_step_ends_all_workers_at_once(tmp_path):
     assert code == 130
     assert err.splitlines()[-1] == "stopped by SIGINT" and "Traceback" not in err
     wait_for(lambda: not any(map(alive, pids)), 0.1)
+
+
+FREEZE_BEFORE_STEPS = """
+import os, signal
+calibrated = train.calibrated_costs
+
+def freeze(*arguments, transport, **options):
+    if int(os.environ["RANK"]) == FROZEN:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    transport.barrier()
+    return calibrated(*arguments, transport=transport, **options)
+
+train.calibrated_costs = freeze
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_freezes_before_the_first_step_ends_the_run(tmp_path, rank):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "break.py").write_text(FREEZE_BEFORE_STEPS.replace("FROZEN", str(rank)))
+    process = start(folder, "workers.pipeline=2", "run.watchdog_s=2", num_workers=2, grace_s=1.0)
+    code, err = finish(process)
+    assert code != 0 and "Traceback" not in err
+    assert f"worker process {rank} of 2 has given no sign of life" in err
+
+
+DIE_BEFORE_STEPS = FREEZE_BEFORE_STEPS.replace("SIGSTOP", "SIGKILL")
+
+
+def test_a_worker_that_dies_before_the_first_step_is_told_in_lines(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "break.py").write_text(DIE_BEFORE_STEPS.replace("FROZEN", "1"))
+    code, err = finish(start(folder, "workers.pipeline=2", num_workers=2))
+    assert code == 1 and "Traceback" not in err
+    assert "error: worker process 0: lost another worker" in err
+    assert "worker process 1 of 2" in err and "was ended by SIGKILL" in err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], None),
+        (["run.steps=2"], None),
+        (
+            ["run.seed=1"],
+            r"000001.json.gz is no plan for this job: it has item main/0/\w+/0 of sizes .* are data, seed",
+        ),
+        (["task.data.held_out_records=2"], "is no plan for this job: the job's data has no record 2 of task main"),
+        (["task.name=other"], "is no plan for this job: the job's data has no record 0 of task main"),
+        (["model.language.layers=3"], "is no plan for this job: stages"),
+        (["run.dtype=float32"], "is no plan for this job: edges"),
+        (["workers.pipeline=2"], "was recorded with 1 replicas of 1 workers; this job has 1 of 2"),
+    ],
+)
+def test_plans_are_replayed_for_the_job_they_were_made_for(single, settings, words):
+    job = load(single / "job.toml", [f"run.plans={single}/out/plans", *settings])
+    datasets = job_datasets(job)
+    loaders = {"train": job_loader(job, datasets["train"]), "held-out": held_out_loader(job, datasets["held-out"])}
+
+    def replayed():
+        orders, _ = replayed_orders(job, job_graph(job), loaders, None)
+        return [(order.data, order.step) for order in orders]
+
+    if words is None:
+        steps = [("train", 0), ("train", 1), ("held-out", 2), ("train", 2), ("held-out", 3)]
+        assert list(dict.fromkeys(replayed())) == [at for at in steps if at[1] < job.run.steps + (at[0] == "held-out")]
+    else:
+        with pytest.raises(ValueError, match=words):
+            replayed()
+
+
+def test_fewer_recorded_steps_than_the_job_has_are_told(single):
+    job = load(single / "job.toml", [f"run.plans={single}/out/plans", "run.steps=9"])
+    with pytest.warns(UserWarning, match=r"holds 3 steps, so the run ends before run.steps = 9"):
+        recorded_entries(job, ("train", "held-out"))

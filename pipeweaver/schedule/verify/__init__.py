@@ -13,6 +13,7 @@ item, and actions are run symbolically. Rules, by the name that a rejection carr
     normaliser  each loss is divided by its units over the whole batch
     progress    no deadlock: with one queue per pair of workers, and with one queue per worker
     memory      peak within budget on every worker
+    prediction  of this plan: one span per action and transfer
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def verify(
 
     `shares[r]` is what replica r was given; `budget_bytes` the memory of each worker, None for no limit.
     """
+    for plan in plans:
+        _check_lists(plan)
     verify_flat([flatten(plan) for plan in plans], graph, shares, dtype=dtype, budget_bytes=budget_bytes)
+    for plan in plans:
+        _check_prediction(plan)
 
 
 def verify_flat(
@@ -73,6 +78,28 @@ def verify_flat(
     check_groups(plans, graph)
     for per_worker in (False, True):
         check_progress(plans, per_worker)
+
+
+def _check_lists(plan: Plan) -> None:
+    """One entry per worker, chunk or action: what a plan from a file need not have."""
+    workers, lists = plan.placement.workers, {"order": plan.order, "actions": plan.actions, "memory": plan.static_bytes}
+    for name, found in lists.items():
+        if len(found) != workers:
+            raise PlanError("stages", f"replica {plan.replica}: {len(found)} lists of {name} for {workers} workers")
+    if len(plan.parts) != len(plan.placement.chunks):
+        raise PlanError(
+            "stages", f"replica {plan.replica}: {len(plan.parts)} part lists for {len(plan.placement.chunks)} chunks"
+        )
+
+
+def _check_prediction(plan: Plan) -> None:
+    """It has a span for everything that is measured. It is no part of the fingerprint."""
+    if plan.prediction is None:
+        return
+    wanted = [*map(len, plan.actions), len(plan.transfers), plan.placement.workers]
+    found = [*map(len, plan.prediction.spans), len(plan.prediction.transfers), len(plan.prediction.peak_bytes)]
+    if found != wanted:
+        raise PlanError("prediction", f"replica {plan.replica}: {found} spans, transfers and peaks, not {wanted}")
 
 
 def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:

@@ -69,7 +69,8 @@ from pipeweaver.schedule.verify.words import PlanError, buffer_name, describe
     NOT_ON_HOST,
     NO_COPY,
     NOT_RETURNED,
-) = range(31)
+    WRONG_LOAD,
+) = range(32)
 
 STAYS, GOES, AWAY, COMES, BACK = range(5)
 """Where what a unit offloads is: on the device, on its way to the host, there, on its way back, on the device again."""
@@ -163,7 +164,8 @@ def _words(plan: FlatPlan, code: int, worker: int, number: int, detail: int, nee
         wanted = sorted(needed[int(a.first[number])]) if code == LOADS_OTHERS else []
         producer = _producer(plan, detail) if code in (NO_INPUT, SENT_EARLY) else None
         text = {
-            LOADS_NOTHING: "is for a chunk that does not exist",
+            LOADS_NOTHING: "is for a chunk or part that does not exist",
+            WRONG_LOAD: "must allocate exactly what it loads",
             LOADS_OTHERS: f"should load {wanted}",
             NOT_LOADED: "runs before its data is loaded",
             NO_INPUT: f"runs before {producer}, which it depends on",
@@ -268,10 +270,13 @@ def _run(  # type: ignore[no-untyped-def]
                     return NEGATIVE, w, a, k
                 held[buffer] = True
             if what == LOAD:
-                if not 0 <= x < num_chunks:
+                if not 0 <= x < num_chunks or not 0 <= second[a] < units[x + 1] - units[x]:
                     return LOADS_NOTHING, w, a, 0
                 if not loads[detail[a], x]:
                     return LOADS_OTHERS, w, a, 0
+                k = allocation_start[a]
+                if allocation_start[a + 1] - k != 1 or allocated[k] != LOADED * num_units + units[x] + second[a]:
+                    return WRONG_LOAD, w, a, 0
             elif what == COMPUTE:
                 u, p = units[x] + second[a], phase[a]
                 if p == f:

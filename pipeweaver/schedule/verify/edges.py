@@ -126,10 +126,10 @@ def _brought_whole(
         return result
     total = packed.totals(parts, size)
     alone = np.nonzero(stop - first == 1)[0]
+    alone = alone[np.diff(edges.run_start)[order[first[alone]]] == 1]
     e = order[first[alone]]
     runs = edges.runs[edges.run_start[e]]
-    right = (edges.run_start[e + 1] - edges.run_start[e] == 1) & (runs[:, 0] == 0) & (runs[:, 1] == 0)
-    right &= runs[:, 2] == total[alone]
+    right = (runs[:, 0] == 0) & (runs[:, 1] == 0) & (runs[:, 2] == total[alone])
     for part, chunk, source in zip(
         alone[right].tolist(), edges.source_chunk[e][right].tolist(), edges.source_part[e][right].tolist(), strict=True
     ):
