@@ -57,8 +57,8 @@ from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
 
 CONFIG = Path(__file__).with_name("runtime.toml")
-FULL, QUICK = (5, 5), (1, 2)
-"""(blocks, steps in a block): a way runs a block before the next has its turn; the first step is not counted."""
+FULL, QUICK = (5, 5, 8), (1, 2, 4)
+"""(blocks, steps in a block, microbatches): a way runs a block before the next has its turn; the first step is not counted."""
 SAMPLE = 8
 """Batches that static splits are compared on."""
 
@@ -84,16 +84,16 @@ class Step:
 def main() -> None:
     if process.is_worker():
         process.tie_to_parent()
-        process.run_worker(lambda: work(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+        process.run_worker(lambda: work(Path(sys.argv[1]), *map(int, sys.argv[2:])))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, within a minute")
-    blocks, size = QUICK if parser.parse_args().quick else FULL
+    parser.add_argument("--quick", action="store_true", help="one small step of each way, within a minute")
+    chosen = QUICK if parser.parse_args().quick else FULL
     cores = machine.cores(2)
     before = machine.probe(cores)
     machine.report("start", before)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        code = launch([sys.executable, "-m", "benchmarks.runtime", str(path), str(blocks), str(size)], num_workers=2)
+        code = launch([sys.executable, "-m", "benchmarks.runtime", str(path), *map(str, chosen)], num_workers=2)
         if code:
             sys.exit(code)
         figures = json.loads(path.read_text())
@@ -104,9 +104,9 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def work(path: Path, blocks: int, size: int) -> None:
+def work(path: Path, blocks: int, size: int, microbatches: int) -> None:
     """What each of the two workers does; the first writes the figures."""
-    job = load(CONFIG)
+    job = load(CONFIG, [f"task.microbatches={microbatches}"])
     membership = join(job.workers, job.run.device)
     torch.set_num_threads(1)
     transport = ProcessTransport(membership.workers, membership.device)
@@ -350,6 +350,7 @@ def figures(comparison: Comparison) -> dict[str, object]:
             if a.plan and b.plan and a.plan.prediction and b.plan.prediction
         ),
         "steps": len(ours),
+        "microbatches": comparison.job.task.microbatches,
         "step_ms": {
             way: round(statistics.median(s.step_ns for s in steps) / 1e6, 1)
             for way, steps in comparison.measured.items()
