@@ -1,0 +1,150 @@
+"""Scheduling instances from a file, for the planner's search: `python -m benchmarks.search --held FILE`.
+
+The file is JSON, one list of instances (docs/planner.md describes it too). Times are ns, memory bytes, all integers:
+
+    [{"name": "two microbatches on one worker",
+      "workers": 1,
+      "limits": [7],
+      "stages": [{"worker": 0, "duration": 10, "bytes": [[5, 1]]},
+                 {"worker": 0, "duration": 20, "after": [0]},
+                 {"worker": 0, "duration": 10, "bytes": [[5, 3]]},
+                 {"worker": 0, "duration": 20, "after": [[2, 4]]}]}]
+
+`after`: numbers of the stages (counted from 0) that must be done before, or pairs of a number and a lag that has to pass
+in between. `bytes`: memory that the stage takes on its worker when it starts, as pairs of an amount and the number
+of the stage at whose end it is free again: one on the same worker that comes after, or the stage itself for what it
+needs only while it runs. `limits`: bytes that the stages on each worker may hold together; null or left out for none.
+A worker runs one stage at a time, without interruption; all stages are to be done as early as possible.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from pipeweaver.planner.problem import Ints, Problem, groups_of, make_problem
+
+Natural = Annotated[int, Meta(ge=0)]
+
+
+class HeldStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    worker: Natural
+    duration: Natural
+    after: tuple[Natural | tuple[Natural, Natural], ...] = ()
+    bytes: tuple[tuple[Natural, Natural], ...] = ()
+
+    @property
+    def lags(self) -> tuple[tuple[int, int], ...]:
+        """(stage, lag) of all that must be done before."""
+        return tuple((one, 0) if isinstance(one, int) else one for one in self.after)
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One instance. Raises ValueError, naming the stage, if it makes no sense."""
+
+    workers: Annotated[int, Meta(ge=1)]
+    stages: tuple[HeldStage, ...]
+    name: str = ""
+    limits: tuple[Natural, ...] | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.stages)
+        if self.limits is not None and len(self.limits) != self.workers:
+            raise ValueError(f"{len(self.limits)} limits for {self.workers} workers")
+        for number, stage in enumerate(self.stages):
+            if stage.worker >= self.workers:
+                raise ValueError(f"stage {number} is on worker {stage.worker} of {self.workers}")
+            for other, _ in (*stage.lags, *((last, 0) for _, last in stage.bytes)):
+                if other >= count:
+                    raise ValueError(f"stage {number} names stage {other} of {count}")
+            for _, last in stage.bytes:
+                if self.stages[last].worker != stage.worker:
+                    raise ValueError(f"bytes of stage {number} are freed by stage {last}, which is on another worker")
+        if topological_order(self) is None:
+            raise ValueError("stages wait for each other in a circle")
+
+
+def load_held(path: Path) -> tuple[Held, ...]:
+    """The instances of a file. Raises ValueError, naming the file, if it does not have the documented format."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Held, ...])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: not a file of instances: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def topological_order(held: Held) -> list[int] | None:
+    """All stages, each after what it waits for and what frees before it; None if there is a circle.
+
+    Of several that could be next, one that frees memory comes before one that takes some, deeper ones first.
+    """
+    count = len(held.stages)
+    followers: list[list[int]] = [[] for _ in range(count)]
+    waiting = [0] * count
+    for number, stage in enumerate(held.stages):
+        for other, _ in stage.lags:
+            followers[other].append(number)
+            waiting[number] += 1
+        for _, last in stage.bytes:
+            if last != number:
+                followers[number].append(last)
+                waiting[last] += 1
+    frees = {last for number, stage in enumerate(held.stages) for _, last in stage.bytes if last != number}
+    ready = [number for number in range(count) if not waiting[number]]
+    order: list[int] = []
+    depth = [0] * count
+    while ready:
+        following = max(ready, key=lambda number: (number in frees, depth[number], -number))
+        ready.remove(following)
+        order.append(following)
+        for other in followers[following]:
+            waiting[other] -= 1
+            depth[other] = max(depth[other], depth[following] + 1)
+            if not waiting[other]:
+                ready.append(other)
+    return order if len(order) == count else None
+
+
+def held_problem(held: Held) -> tuple[Problem, Ints | None]:
+    """(problem, limits) of an instance. Stages that depend on each other, or free each other's memory, are a group."""
+    count = len(held.stages)
+    lags = [(other, number, lag) for number, stage in enumerate(held.stages) for other, lag in stage.lags]
+    frees_later = [(number, last) for number, stage in enumerate(held.stages) for _, last in stage.bytes]
+    group = groups_of(count, [*((a, b) for a, b, _ in lags), *frees_later])
+    takes, frees, passing = (np.zeros(count, np.int64) for _ in range(3))
+    for number, stage in enumerate(held.stages):
+        for amount, last in stage.bytes:
+            if last == number:
+                passing[number] += amount
+            else:
+                takes[number] += amount
+                frees[last] += amount
+    order = topological_order(held)
+    assert order is not None, "checked when it was made"
+    place = np.zeros(count, np.int64)
+    place[order] = np.arange(count)
+    source, target, lag = np.array(lags, np.int64).reshape(-1, 3).T.copy()
+    has_followers = np.bincount(source, minlength=count) > 0
+    gives = (takes == 0) & (frees > 0)
+    problem = make_problem(
+        num_workers=held.workers,
+        worker=np.array([stage.worker for stage in held.stages], np.int64),
+        duration_ns=np.array([stage.duration for stage in held.stages], np.int64),
+        source=source,
+        target=target,
+        lag_ns=lag,
+        group=np.array(group, np.int64),
+        num_groups=1 + max(group, default=-1),
+        gives=gives.astype(np.int64),
+        late=(gives & ~has_followers).astype(np.int64),
+        takes=takes,
+        frees=frees,
+        passing=passing,
+        place=place,
+    )
+    return problem, None if held.limits is None else np.array(held.limits, np.int64)

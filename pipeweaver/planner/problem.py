@@ -1,0 +1,172 @@
+"""A scheduling problem as flat integer arrays: what every search over orders works on.
+
+Stages have a worker, a duration, and successors that may start a lag after their end. Memory: a stage *takes* bytes
+when it starts and *gives* back others when it ends; *passing* bytes are needed only while it runs. Beside its own
+worker a stage may have an effect on others, whose receive buffers its tensor fills. Example, two microbatches on one
+worker, F takes 5 and its B gives them back:
+
+    stage      0F0  0B0  0F1  0B1          reference   0F0 0B0 0F1 0B1   needs 5
+    takes        5    0    5    0          in order    0F0 0F1 0B0 0B1   needs 10
+    gives        0    5    0    5
+
+`reference` is an order in which the stages can run one after the other within the limits, whatever else is not
+done; that is what keeps a schedule out of corners (`safety.py`). Stages fall into *groups* (microbatches) that begin
+and end with nothing held, so the reference runs group by group, and any order of the groups will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeweaver.schedule.flat import starts
+
+Ints = NDArray[np.int64]
+
+
+class Problem(NamedTuple):
+    """n stages on P workers in G groups. All arrays int64; ns and bytes. Compiled code takes it as it is.
+
+    `worker`, `duration_ns`, `group`, `gives` (1 for stages after which less is held, or that lead to such: backwards
+    and weight halves), `late` (1 for what nothing waits for: weight halves): [n]. `successor_start` [n + 1] indexes
+    `successor` and `lag_ns`; `predecessor_start`, `predecessor` likewise. `effect_start` [n + 1] indexes
+    `effect_worker`, `effect_takes`, `effect_gives`, `effect_passing`; the first effect of a stage is on its own worker.
+    `sequence` [n] is the reference within each group, groups one after the other; `sequence_start` [G + 1].
+    """
+
+    num_workers: int
+    worker: Ints
+    duration_ns: Ints
+    group: Ints
+    gives: Ints
+    late: Ints
+    successor_start: Ints
+    successor: Ints
+    lag_ns: Ints
+    predecessor_start: Ints
+    predecessor: Ints
+    predecessor_lag_ns: Ints
+    effect_start: Ints
+    effect_worker: Ints
+    effect_takes: Ints
+    effect_gives: Ints
+    effect_passing: Ints
+    sequence: Ints
+    sequence_start: Ints
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.worker)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.sequence_start) - 1
+
+
+class Effects(NamedTuple):
+    """What stages do to the memory of workers other than their own: [M] each."""
+
+    stage: Ints
+    worker: Ints
+    takes: Ints
+
+
+NO_EFFECTS = Effects(*(np.zeros(0, np.int64),) * 3)
+
+
+def make_problem(
+    *,
+    num_workers: int,
+    worker: Ints,
+    duration_ns: Ints,
+    source: Ints,
+    target: Ints,
+    lag_ns: Ints,
+    group: Ints,
+    num_groups: int,
+    gives: Ints,
+    late: Ints,
+    takes: Ints,
+    frees: Ints,
+    passing: Ints,
+    elsewhere: Effects = NO_EFFECTS,
+    place: Ints | None = None,
+) -> Problem:
+    """A problem from its dependencies (source, target, lag) and memory by stage.
+
+    `place` [n] orders the stages of each group in the reference (by default their numbers); it must respect the
+    dependencies.
+    """
+    size = len(worker)
+    forward = np.argsort(source, kind="stable")
+    backward = np.argsort(target, kind="stable")
+    stage = np.concatenate([np.arange(size), elsewhere.stage])
+    zeros = np.zeros(len(elsewhere.stage), np.int64)
+    by_stage = np.argsort(stage, kind="stable")
+    sequence = np.lexsort((np.arange(size) if place is None else place, group))
+    return Problem(
+        num_workers=num_workers,
+        worker=worker,
+        duration_ns=duration_ns,
+        group=group,
+        gives=gives,
+        late=late,
+        successor_start=starts(np.bincount(source, minlength=size)),
+        successor=target[forward],
+        lag_ns=lag_ns[forward],
+        predecessor_start=starts(np.bincount(target, minlength=size)),
+        predecessor=source[backward],
+        predecessor_lag_ns=lag_ns[backward],
+        effect_start=starts(np.bincount(stage, minlength=size)),
+        effect_worker=np.concatenate([worker, elsewhere.worker])[by_stage],
+        effect_takes=np.concatenate([takes, elsewhere.takes])[by_stage],
+        effect_gives=np.concatenate([frees, zeros])[by_stage],
+        effect_passing=np.concatenate([passing, zeros])[by_stage],
+        sequence=sequence,
+        sequence_start=starts(np.bincount(group, minlength=num_groups)),
+    )
+
+
+def reversed_problem(problem: Problem) -> Problem:
+    """The same problem with time running backwards: what held from a to b holds from b to a."""
+    last = problem.sequence_start[-1]
+    return problem._replace(
+        successor_start=problem.predecessor_start,
+        successor=problem.predecessor,
+        lag_ns=problem.predecessor_lag_ns,
+        predecessor_start=problem.successor_start,
+        predecessor=problem.successor,
+        predecessor_lag_ns=problem.lag_ns,
+        gives=1 - problem.gives,
+        effect_takes=problem.effect_gives,
+        effect_gives=problem.effect_takes,
+        sequence=problem.sequence[::-1].copy(),
+        sequence_start=(last - problem.sequence_start[::-1]).copy(),
+        group=problem.num_groups - 1 - problem.group,
+    )
+
+
+def orders(problem: Problem, start_ns: Ints) -> tuple[Ints, ...]:
+    """Stages of each worker by their start; of equal ones the shorter first."""
+    by_start = np.lexsort((problem.duration_ns, start_ns))
+    worker = problem.worker[by_start]
+    return tuple(by_start[worker == w] for w in range(problem.num_workers))
+
+
+def groups_of(num_stages: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """A number for each stage, equal for stages that are joined by pairs, directly or not."""
+    parent = list(range(num_stages))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for a, b in pairs:
+        parent[root(a)] = root(b)
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(root(i), len(numbers)) for i in range(num_stages)]
