@@ -74,7 +74,7 @@ class LimitError(ValueError):
 def list_schedule(
     problem: Problem,
     rank: NDArray[np.float64],
-    rules: Rules = Rules(),
+    rules: Rules = Rules(),  # noqa: B008 (frozen)
     limits: Ints | None = None,
     tails: Ints | None = None,
     cutoff_ns: int = NEVER,
@@ -109,9 +109,7 @@ def list_schedule(
         raise AssertionError("the reference exceeds a limit, or its check is wrong")
     if outcome == _CUT:
         return None
-    return Schedule(
-        start_ns=start, sequence=sequence, makespan_ns=int((start + problem.duration_ns).max(initial=0))
-    )
+    return Schedule(start_ns=start, sequence=sequence, makespan_ns=int((start + problem.duration_ns).max(initial=0)))
 
 
 def check_limits(problem: Problem, limits: Ints) -> None:
