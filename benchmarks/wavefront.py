@@ -1,10 +1,15 @@
-"""How good are wavefront plans: the reference case, other cases in its format.
+"""How good are wavefront plans: the reference case, planning time, speed over one task after another.
 
     python -m benchmarks.wavefront [--quick] [--data DIR]
     python -m benchmarks.wavefront --held FILE
 
-Prints a table and, as its last line, one JSON object. All times are milliseconds; planning is timed with compiled
-kernels warm, bound included.
+Prints tables and, as its last line, one JSON object. `reference` plans the MetaOps of a file, without transfers.
+`plan_ms_64` and `plan_ms_256` time a search, its bounds and the choice of workers for ten tasks, kernels warm; and
+`policy_s_64` all that policy `wavefront` does when it places them: several searches, compiled and emulated, beside
+levels and baselines. `speedup` emulates compiled, verified plans of jobs shaped like the paper's (wavefront_cases.py) on
+A800s: step time of `sequential` over that of `wavefront`, and makespan over a bound for any plan of the step.
+`placement` is what data costs: the share of the makespan that transfers add, with workers chosen by data flows and
+with the next free ones. The rest of the fields need the runtime of several tasks; they are null.
 """
 
 from __future__ import annotations
@@ -13,23 +18,40 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.wavefront_cases import JOBS, PUBLISHED, Job, share_of
+from pipeweaver.data.items import Share
 from pipeweaver.data_folder import data_folder
+from pipeweaver.policies import POLICIES
+from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.ir import Plan
+from pipeweaver.schedule.verify import verify
+from pipeweaver.semu.costs import SemuCosts
+from pipeweaver.semu.machine import load_machine
 from pipeweaver.wavefront.baselines import sequential, task_parallel
+from pipeweaver.wavefront.bind import bind, cluster_of, step_bound_ns
 from pipeweaver.wavefront.bound import area_bound_ns
 from pipeweaver.wavefront.case import WavefrontCase, read_case
 from pipeweaver.wavefront.levels import plan_levels, relaxed_optimum_ns
-from pipeweaver.wavefront.metagraph import Schedule, check_schedule
+from pipeweaver.wavefront.metagraph import FREE, Schedule, check_schedule
+from pipeweaver.wavefront.place import place, retimed
 from pipeweaver.wavefront.plan import plan_wavefront
 
+MACHINE = "A800"
+DTYPE = "bfloat16"
+SCALES = (0.5, 1.0, 2.0)
+QUICK_JOBS = {"CLIP-4": (8,), "OFASys-4": (8,), "QWen-VAL-3": (32,)}
+PLACED_JOBS = {"CLIP-10": (8, 16), "OFASys-7": (8, 16), "QWen-VAL-3": (32, 64)}
 REPEATS = 5
 """Times that planning is timed; the median counts."""
+
+Row = dict[str, Any]
 
 
 def main() -> None:
@@ -46,29 +68,128 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     found: dict[str, Any] = {"reference": reference(case)}
-    print(json.dumps(found))
+    found |= planning_times(policy_too=not arguments.quick)
+    jobs = QUICK_JOBS if arguments.quick else {name: tuple(PUBLISHED[name]) for name in JOBS}
+    found["speedup"] = speedups(jobs, (1.0,) if arguments.quick else SCALES)
+    found["over_bound_max"] = max(row["over_bound"] for row in found["speedup"])
+    found["placement"] = None if arguments.quick else placements()
+    later = ("real_ratio", "real_over_sequential", "rehearsed_over_sequential", "switch_s")
+    print(json.dumps(found | dict.fromkeys(later)))
 
 
-def held(case: WavefrontCase) -> dict[str, dict[str, float]]:
+def held(case: WavefrontCase) -> dict[str, Row]:
     """Makespans, bound and planning time of a case, ms, by number of workers."""
-    rows = _rows(case)
-    _print("case", rows)
+    rows = _planned(case)
+    _print("case", rows.values())
     kept = ("wavefront", "wavefront-levels", "bound", "plan_ms")
     return {workers: {key: row[key] for key in kept} for workers, row in rows.items()}
 
 
-def reference(case: WavefrontCase) -> dict[str, dict[str, float]]:
+def reference(case: WavefrontCase) -> dict[str, Row]:
     """The same for the reference case, the authors' makespan and ratios beside it."""
-    rows = _rows(case)
+    rows = _planned(case)
     for workers, row in rows.items():
         row["authors"] = round(case.published_ms[int(workers)], 3)
         row["area_bound"] = _ms(area_bound_ns(case.graph, int(workers)))
         row["relaxed"] = _ms(relaxed_optimum_ns(case.graph, int(workers)))
-    _print("reference case", rows)
+    _print("reference case, ms", rows.values())
     return rows
 
 
-def _rows(case: WavefrontCase) -> dict[str, dict[str, float]]:
+def planning_times(*, policy_too: bool) -> dict[str, float | None]:
+    """Planning time of CLIP-10 on 64 and 256 workers, and of the whole policy on 64."""
+    job = JOBS["CLIP-10"]()
+    costs, share = _costs(job), share_of(job)
+    found: dict[str, float | None] = {}
+    for workers in (64, 256):
+        graph = bind(job.graph, share, costs, workers, dtype=DTYPE)
+        cluster = cluster_of(costs, workers)
+        _, seconds = timed(lambda g=graph, c=cluster: place(g, plan_wavefront(g, c.workers, c.inside), c))  # type: ignore[misc]
+        found[f"plan_ms_{workers}"] = round(1e3 * seconds, 1)
+    start = time.perf_counter()
+    if policy_too:
+        POLICIES["wavefront"].place(job.graph, 64, costs, [share], dtype=DTYPE)
+    found["policy_s_64"] = round(time.perf_counter() - start, 2) if policy_too else None
+    _print("planning time of ten tasks", [found])
+    return found
+
+
+def speedups(jobs: Mapping[str, Sequence[int]], scales: Sequence[float]) -> list[Row]:
+    """One row per job, number of devices and scale of the batch: emulated, compiled and verified plans."""
+    rows = []
+    for name, devices in jobs.items():
+        job = JOBS[name]()
+        costs = _costs(job)
+        for scale in scales:
+            share = share_of(job, scale)
+            for count in devices:
+                rows.append({"job": name, "devices": count, "scale": scale} | _speedup(job, costs, share, count))
+                rows[-1]["paper"] = PUBLISHED[name].get(count)
+    _print("step time of `sequential` over that of each policy, emulated", rows)
+    return rows
+
+
+def placements() -> list[Row]:
+    """What transfers add to the makespan of a search's plan, %, by data flows and on the next free workers."""
+    rows = []
+    for name, devices in PLACED_JOBS.items():
+        job = JOBS[name]()
+        costs, share = _costs(job), share_of(job)
+        for count in devices:
+            workers = count // job.tensor_parallel
+            graph, cluster = bind(job.graph, share, costs, workers, dtype=DTYPE), cluster_of(costs, workers)
+            plan = plan_wavefront(graph, workers, cluster.inside)
+            row: Row = {"job": name, "devices": count}
+            for key, by_flow in (("by_flow_pct", True), ("next_free_pct", False)):
+                placed = place(graph, plan, cluster, by_flow=by_flow)
+                free = retimed(graph, placed, type(cluster)(workers=workers, island=workers, inside=FREE, across=FREE))
+                row[key] = round(100 * (1 - free.makespan_ns / placed.makespan_ns), 2)
+            rows.append(row)
+    _print("share of transfers in the makespan", rows)
+    return rows
+
+
+def _speedup(job: Job, costs: SemuCosts, share: Share, devices: int) -> Row:
+    workers = devices // job.tensor_parallel
+    budget = costs.machine.memory_bytes * job.tensor_parallel
+    plans: dict[str, Plan] = {}
+    seconds = 0.0
+    for name in ("sequential", "task-parallel", "wavefront-levels", "wavefront"):
+        start = time.perf_counter()
+        policy = POLICIES[name]
+        placement = policy.place(job.graph, workers, costs, [share], dtype=DTYPE, budget_bytes=budget)
+        draft = policy.plan(job.graph, placement, share, costs, budget_bytes=budget, seed=0, rounds=0, dtype=DTYPE)
+        plans[name] = compile_plan(job.graph, share, draft, costs, dtype=DTYPE)
+        verify([plans[name]], job.graph, [share], dtype=DTYPE, budget_bytes=budget)
+        seconds = time.perf_counter() - start
+    predicted = {name: plan.prediction for name, plan in plans.items() if plan.prediction is not None}
+    one_after_another = predicted["sequential"].step_ns
+    bound = step_bound_ns(job.graph, share, costs, workers)
+    row: Row = {
+        "sequential_ms": round(one_after_another / 1e6, 1),
+        "wavefront_ms": round(predicted["wavefront"].step_ns / 1e6, 1),
+        "bound_ms": round(bound / 1e6, 1),
+        "over_bound": round(predicted["wavefront"].makespan_ns / bound, 4),
+        "passes": len({part.microbatch for parts in plans["wavefront"].parts for part in parts}),
+        "peak_gb": round(max(predicted["wavefront"].peak_bytes) / job.tensor_parallel / 1e9, 1),
+        "place_and_prove_s": round(seconds, 2),
+    }
+    for name in ("task-parallel", "wavefront-levels", "wavefront"):
+        row[name] = round(one_after_another / predicted[name].step_ns, 3)
+    return row
+
+
+def _costs(job: Job) -> SemuCosts:
+    return SemuCosts(
+        job.graph,
+        load_machine(MACHINE),
+        tensor_parallel=job.tensor_parallel,
+        dtype=DTYPE,
+        widths={"pixels": job.pixels},
+    )
+
+
+def _planned(case: WavefrontCase) -> dict[str, Row]:
     plan_wavefront(case.graph, case.workers[0])  # Compiles the kernels, or loads them.
     rows = {}
     for workers in case.workers:
@@ -76,17 +197,22 @@ def _rows(case: WavefrontCase) -> dict[str, dict[str, float]]:
         plans = [ours, *(plan(case.graph, workers) for plan in (plan_levels, sequential, task_parallel))]
         for plan in plans:
             check_schedule(case.graph, plan)
-        rows[str(workers)] = {plan.policy: _ms(plan.makespan_ns) for plan in plans} | {
-            "bound": _ms(ours.lower_bound_ns),
-            "over_bound": round(ours.makespan_ns / ours.lower_bound_ns, 4),
-            "plan_ms": round(1e3 * seconds, 1),
-            "evaluations_per_s": round(ours.evaluations / seconds),
-        }
+        rows[str(workers)] = (
+            {"workers": workers}
+            | {plan.policy: _ms(plan.makespan_ns) for plan in plans}
+            | {
+                "bound": _ms(ours.lower_bound_ns),
+                "over_bound": round(ours.makespan_ns / ours.lower_bound_ns, 4),
+                "plan_ms": round(1e3 * seconds, 1),
+                "evaluations_per_s": round(ours.evaluations / seconds),
+            }
+        )
     return rows
 
 
 def timed(plan: Callable[[], Schedule]) -> tuple[Schedule, float]:
     """A plan, and the median of the seconds that it takes to make it."""
+    plan()
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -95,13 +221,13 @@ def timed(plan: Callable[[], Schedule]) -> tuple[Schedule, float]:
     return schedule, statistics.median(seconds)
 
 
-def _print(title: str, rows: dict[str, dict[str, float]]) -> None:
+def _print(title: str, rows: Any) -> None:
+    rows = list(rows)
     table = Table(title=title)
-    table.add_column("workers", justify="right")
-    for key in next(iter(rows.values())):
-        table.add_column(key, justify="right")
-    for workers, row in rows.items():
-        table.add_row(workers, *(f"{value:g}" for value in row.values()))
+    for key in rows[0]:
+        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=200).print(table)
 
 

@@ -38,7 +38,7 @@ from pipeweaver.wavefront.plan import plan_wavefront
 
 PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of passes that are tried, in this order, until one fits into memory."""
-EFFORT = 8_000_000
+EFFORT = 5_000_000
 """Of each search, see `plan_wavefront`."""
 SEARCHES = 3
 """Searches with links as fast as inside an island, which most slices stay in; one more expects slow ones."""

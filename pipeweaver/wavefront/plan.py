@@ -20,7 +20,7 @@ from pipeweaver.wavefront.search import anneal, makespan_ns
 from pipeweaver.wavefront.starts import from_sketch
 from pipeweaver.wavefront.timeline import Pieces, pieces_of, tables, timed
 
-EFFORT = 3_000_000
+EFFORT = 1_500_000
 """Slices placed in time during the search, by default: evaluations times slices."""
 FRONT_TO_BACK = 100
 """Plans made from front to back."""
@@ -52,9 +52,10 @@ def plan_wavefront(
     evaluations = len(starts)
     most = 3 * len(graph.ops) + 8
     for count, share in ((TRIED, 0.5), (KEPT, 0.5)):
-        best = [known[makespan] for makespan in sorted(known)[:count]]
         if min(known) <= bound * (1 + 1e-6):
             break
+        # In the order of their starts, neighbours joined: as good, and fewer slices to place.
+        best = [pieces_of(graph, timed(graph, table, known[makespan])) for makespan in sorted(known)[:count]]
         for number, pieces in enumerate(best):
             tries = max(100, int(share * effort / len(best)) // max(pieces.size, 2 * len(graph.ops)))
             found = anneal(table, pieces, seed=1 + seed * TRIED + number, evaluations=tries, most=most)

@@ -25,28 +25,8 @@ def replanned(table: Tables, seed: int, most: int = 1_000) -> Pieces:
     so that many orders and allocations can be tried.
     """
     op, layers, index = (np.zeros(most, np.int64) for _ in range(3))
-    size = _replan(table, _tails(table), seed, op, layers, index)
+    size = _replan(table, seed, op, layers, index)
     return Pieces(int(size), op, layers, index)
-
-
-@numba.njit(cache=True)
-def _tails(table):  # type: ignore[no-untyped-def]
-    """For each MetaOp the least time from its end to the end of all that follows."""
-    num_ops = len(table.num_layers)
-    tails = np.zeros(num_ops, np.int64)
-    for _ in range(num_ops):
-        changed = False
-        for m in range(num_ops):
-            fastest = table.num_counts[m] - 1
-            time = table.num_layers[m] * table.layer_ns[m, fastest]
-            for j in range(table.num_sources[m]):
-                source = table.sources[m, j]
-                if tails[m] + time > tails[source]:
-                    tails[source] = tails[m] + time
-                    changed = True
-        if not changed:
-            break
-    return tails
 
 
 @numba.njit(cache=True)
@@ -65,7 +45,7 @@ def _real_count(table, m, layers, time):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _replan(table, tails, seed, op, layers, index):  # type: ignore[no-untyped-def]
+def _replan(table, seed, op, layers, index):  # type: ignore[no-untyped-def]
     num_ops, workers = len(table.num_layers), table.workers
     left = table.num_layers.copy()
     ready = np.zeros(num_ops, np.bool_)
@@ -88,14 +68,14 @@ def _replan(table, tails, seed, op, layers, index):  # type: ignore[no-untyped-d
         low, high = 0.0, 0.0
         for m in range(num_ops):
             if ready[m]:
-                low = max(low, float(left[m] * table.layer_ns[m, table.num_counts[m] - 1] + tails[m]))
-                high += float(left[m] * table.layer_ns[m, 0] * table.counts[m, 0] + tails[m])
+                low = max(low, float(left[m] * table.layer_ns[m, table.num_counts[m] - 1] + table.tail_ns[m]))
+                high += float(left[m] * table.layer_ns[m, 0] * table.counts[m, 0] + table.tail_ns[m])
         for _ in range(50):
             middle = low if _ == 0 else (low + high) / 2
             used = 0.0
             for m in range(num_ops):
                 if ready[m]:
-                    real[m] = _real_count(table, m, left[m], middle - tails[m])
+                    real[m] = _real_count(table, m, left[m], middle - table.tail_ns[m])
                     used += real[m]
             if used > workers:
                 low = middle
@@ -108,8 +88,8 @@ def _replan(table, tails, seed, op, layers, index):  # type: ignore[no-untyped-d
         for m in range(num_ops):
             chosen[m] = -1
             if ready[m]:
-                real[m] = _real_count(table, m, left[m], end - tails[m])
-                rank[m] = float(left[m] * table.layer_ns[m, 0] + tails[m])
+                real[m] = _real_count(table, m, left[m], end - table.tail_ns[m])
+                rank[m] = float(left[m] * table.layer_ns[m, 0] + table.tail_ns[m])
                 if seed > 0:
                     real[m] *= np.exp(spread * (2.0 * uniform(random) - 1.0))
                     rank[m] *= np.exp(spread * (2.0 * uniform(random) - 1.0))
@@ -129,7 +109,7 @@ def _replan(table, tails, seed, op, layers, index):  # type: ignore[no-untyped-d
             for m in range(num_ops):
                 if chosen[m] >= 0 and chosen[m] + 1 < table.num_counts[m]:
                     more = table.counts[m, chosen[m] + 1] - table.counts[m, chosen[m]]
-                    time = float(left[m] * table.layer_ns[m, chosen[m]] + tails[m])
+                    time = float(left[m] * table.layer_ns[m, chosen[m]] + table.tail_ns[m])
                     if more <= spare and time > time_latest:
                         latest, time_latest = m, time
             if latest < 0:

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from pipeweaver.wavefront.rng import below, seeded, uniform
-from pipeweaver.wavefront.timeline import Pieces, Tables, place_in_time, scratch_for
+from pipeweaver.wavefront.timeline import NO_LIMIT, Pieces, Tables, place_in_time, scratch_for
 
 WARM, COLD = 0.003, 0.0001
 """First and last temperature, as shares of the makespan."""
@@ -36,7 +36,7 @@ def anneal(table: Tables, pieces: Pieces, *, seed: int, evaluations: int, most: 
 def makespan_ns(table: Tables, pieces: Pieces) -> int:
     """Makespan of a sequence, ns. Asserts that no slice comes before its MetaOp's sources are done."""
     scratch = scratch_for(table, len(pieces.op))
-    found = int(place_in_time(table, pieces.size, pieces.op, pieces.layers, pieces.choice, scratch))
+    found = int(place_in_time(table, pieces.size, pieces.op, pieces.layers, pieces.choice, scratch, NO_LIMIT))
     assert found >= 0, "a MetaOp runs before its sources"
     return found
 
@@ -46,7 +46,7 @@ def _anneal(table, size, op, layers, index, scratch, seed, evaluations, warm, co
     """The best sequence is left in `op`, `layers` and `index`; returns its size."""
     most = len(op)
     random = seeded(seed)
-    makespan = place_in_time(table, size, op, layers, index, scratch)
+    makespan = place_in_time(table, size, op, layers, index, scratch, NO_LIMIT)
     slice_cost = SLICE * makespan
     current = makespan + size * slice_cost
     best_makespan, best, best_size = makespan, current, size
@@ -89,9 +89,11 @@ def _anneal(table, size, op, layers, index, scratch, seed, evaluations, warm, co
             op[size], layers[size], index[size] = m, given, below(random, table.num_counts[m])
             size += 1
             _move(op, layers, index, size - 1, k + 1 + below(random, size - 1 - k))
-        makespan = place_in_time(table, size, op, layers, index, scratch)
-        found = makespan + size * slice_cost
-        if makespan >= 0 and (found <= current or uniform(random) < np.exp((current - found) / temperature)):
+        # Accepted with probability exp((current - found) / temperature): what is above the limit need not be finished.
+        limit = current - temperature * np.log(1.0 - uniform(random)) - size * slice_cost
+        makespan = place_in_time(table, size, op, layers, index, scratch, np.int64(limit))
+        if makespan >= 0:
+            found = makespan + size * slice_cost
             current = found
             if found < best and makespan <= best_makespan:
                 best_makespan, best, best_size = makespan, found, size
@@ -107,7 +109,7 @@ def _anneal(table, size, op, layers, index, scratch, seed, evaluations, warm, co
 @numba.njit(cache=True)
 def _tidy(table, size, op, layers, index, scratch):  # type: ignore[no-untyped-def]
     """Give all layers of a slice to another one of its MetaOp wherever the makespan allows; returns the size."""
-    limit = place_in_time(table, size, op, layers, index, scratch)
+    limit = place_in_time(table, size, op, layers, index, scratch, NO_LIMIT)
     old_op, old_layers, old_index = op.copy(), layers.copy(), index.copy()
     k = 0
     while k < size:
@@ -117,8 +119,7 @@ def _tidy(table, size, op, layers, index, scratch):  # type: ignore[no-untyped-d
                 continue
             old_op[:], old_layers[:], old_index[:] = op, layers, index
             smaller = _give(op, layers, index, size, k, j, layers[k])
-            makespan = place_in_time(table, smaller, op, layers, index, scratch)
-            if 0 <= makespan <= limit:
+            if place_in_time(table, smaller, op, layers, index, scratch, limit) >= 0:
                 size, merged = smaller, True
                 break
             op[:], layers[:], index[:] = old_op, old_layers, old_index

@@ -19,6 +19,8 @@ from pipeweaver.wavefront.metagraph import Links, MetaGraph, Slice
 
 Ints = NDArray[np.int64]
 
+NO_LIMIT = np.iinfo(np.int64).max
+
 
 class Tables(NamedTuple):
     """A MetaGraph as arrays, for hot loops. M MetaOps, at most C counts and P sources each."""
@@ -44,6 +46,10 @@ class Tables(NamedTuple):
     """[M, P + 1]: data over a flow, last: from layer to layer; ns if one worker moved all of it"""
     latency_ns: int
     """of a flow or a change of count, forward and back"""
+    fastest_ns: Ints
+    """[M]: a layer on the largest count"""
+    tail_ns: Ints
+    """[M]: at least so much time from the end of a MetaOp to the end of all that follows"""
 
 
 class Pieces(NamedTuple):
@@ -70,6 +76,11 @@ def tables(graph: MetaGraph, workers: int, links: Links) -> Tables:
     def alone_ns(num_bytes: int) -> int:
         return links.lag_ns(num_bytes, 1, 1) - links.lag_ns(0, 1, 1)
 
+    fastest = [min(op.layer_ns[: sum(count <= workers for count in op.counts)]) for op in ops]
+    tail = [0] * len(ops)
+    for i in reversed(graph.order):
+        for source in graph.sources[i]:
+            tail[source] = max(tail[source], ops[i].num_layers * fastest[i] + tail[i])
     flow_bytes = {(flow.source, flow.destination): 0 for flow in graph.flows}
     for flow in graph.flows:
         flow_bytes[flow.source, flow.destination] += flow.num_bytes
@@ -87,13 +98,15 @@ def tables(graph: MetaGraph, workers: int, links: Links) -> Tables:
         sources=padded(graph.sources, max(1, most)),
         moved_ns=moved,
         latency_ns=links.lag_ns(0, 1, 1),
+        fastest_ns=np.array(fastest, np.int64),
+        tail_ns=np.array(tail, np.int64),
     )
 
 
 def timed(graph: MetaGraph, table: Tables, pieces: Pieces) -> tuple[Slice, ...]:
     """Slices with times, in the order in which they start; neighbours on the same count, back to back, are one slice."""
     scratch = scratch_for(table, len(pieces.op))
-    makespan = place_in_time(table, pieces.size, pieces.op, pieces.layers, pieces.choice, scratch)
+    makespan = place_in_time(table, pieces.size, pieces.op, pieces.layers, pieces.choice, scratch, NO_LIMIT)
     assert makespan >= 0, "a slice precedes what it needs"
     done = [0] * len(graph.ops)
     slices: list[Slice] = []
@@ -142,8 +155,9 @@ def scratch_for(table: Tables, most: int) -> Scratch:
 
 
 @numba.njit(cache=True)
-def place_in_time(table, size, op, layers, index, scratch):  # type: ignore[no-untyped-def]
-    """Makespan of a sequence of slices, -1 if a slice comes before all of its MetaOp's sources are done."""
+def place_in_time(table, size, op, layers, index, scratch, limit):  # type: ignore[no-untyped-def]
+    """Makespan of a sequence of slices; -1 if it is above `limit`, or a slice comes before all of its MetaOp's sources
+    are done."""
     start, end, op_end, op_done, op_count, moment, free = scratch
     op_done[:] = 0
     # The workers free from moment[i] to moment[i + 1]; the last piece never ends.
@@ -187,6 +201,8 @@ def place_in_time(table, size, op, layers, index, scratch):  # type: ignore[no-u
             i = j + 1
             begin = moment[i]
         stop = begin + time
+        if stop + (table.num_layers[m] - op_done[m]) * table.fastest_ns[m] + table.tail_ns[m] > limit:
+            return -1
         if moment[i] < begin:
             for q in range(moments, i + 1, -1):
                 moment[q], free[q] = moment[q - 1], free[q - 1]

@@ -59,20 +59,25 @@ def make_waves(ops: Sequence[MetaOp], shares: Sequence[Allotment], workers: int,
 def _fill(tuples: Sequence[Allotment], workers: int, remaining_ns: dict[int, float]) -> list[Allotment]:
     """One tuple per MetaOp that together use the most workers; among those, the largest counts and longest first."""
     ranked = sorted(tuples, key=lambda share: (-share.workers, -remaining_ns[share.op], share.op))
-    ops = list(dict.fromkeys(share.op for share in ranked))
-    # reachable[i][used]: the MetaOps from the i-th on can use exactly that many workers.
-    reachable = [{0}]
-    for op in reversed(ops):
-        counts = {0, *(share.workers for share in ranked if share.op == op)}
-        reachable.append({u + c for u in reachable[-1] for c in counts if u + c <= workers})
+    options: dict[int, list[Allotment]] = {}
+    for share in ranked:
+        options.setdefault(share.op, []).append(share)
+    # Bit u of reachable[i]: the MetaOps from the i-th on can use exactly u workers.
+    reachable = [1]
+    for of_op in reversed(options.values()):
+        sums = reachable[-1]
+        for share in of_op:
+            sums |= reachable[-1] << share.workers
+        reachable.append(sums & ((1 << workers + 1) - 1))
     reachable.reverse()
-    goal = max(reachable[0])
+    goal = reachable[0].bit_length() - 1
     chosen = []
-    for i, op in enumerate(ops):
-        options = [share for share in ranked if share.op == op and goal - share.workers in reachable[i + 1]]
-        if options:
-            chosen.append(options[0])
-            goal -= options[0].workers
+    for i, of_op in enumerate(options.values()):
+        for share in of_op:
+            if share.workers <= goal and reachable[i + 1] >> (goal - share.workers) & 1:
+                chosen.append(share)
+                goal -= share.workers
+                break
     return chosen
 
 
