@@ -154,6 +154,8 @@ def without_effect(job: Job) -> tuple[str, ...]:
             found.append(f"policy.{key} has no effect with policy {policy}, only with {' or '.join(policies)}")
     if job.policy.rounds and policy in _STATIC:
         found.append(f"policy.rounds has no effect with policy {policy}, which does not search")
+    if job.policy.rounds and policy in _ONCE_PER_RUN:
+        found.append(f"policy.rounds has no effect with policy {policy}, which decides once per run")
     if job.workers.replicas > job.task.microbatches:
         found.append(
             f"workers.replicas = {job.workers.replicas}: a step has {job.task.microbatches} microbatches, "
@@ -171,6 +173,7 @@ def without_effect(job: Job) -> tuple[str, ...]:
 
 
 _STATIC = ("gpipe", "1f1b", "interleaved-1f1b")
+_ONCE_PER_RUN = ("wavefront", "wavefront-levels", "task-parallel", "sequential")
 _EFFECTIVE = {
     "balance": _STATIC,
     "encoder_first": _STATIC,
