@@ -56,10 +56,11 @@ def calibrate_as_worker(job: Job) -> None:
     membership = join(job.workers, job.run.device, patience_s=job.run.watchdog_s)
     transport = ProcessTransport(membership.workers, membership.device)
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
+    graph = prepare.job_graph(job)
     dataset = prepare.job_datasets(job)["train"]
     calibrated_costs(
-        prepare.job_graph(job),
-        prepare.sample_batches(prepare.job_loader(job, dataset)),
+        graph,
+        prepare.sample_batches(prepare.job_loader(job, dataset), graph),
         partial(load_part, {job.task.name: dataset}),
         transport=transport,
         exchange=exchange,
@@ -94,5 +95,5 @@ def plan_step(job: Job, step: int, calibrate: Callable[[], None]) -> tuple[Plan,
 def _costs(job: Job, graph: ModelGraph, loader: Loader) -> Costs | None:
     device = choose_device(job.run.device, 0, job.workers.total)
     return cached_costs(
-        graph, prepare.sample_batches(loader), conditions(job.workers, device, job.run.dtype), job.costs.cache
+        graph, prepare.sample_batches(loader, graph), conditions(job.workers, device, job.run.dtype), job.costs.cache
     )

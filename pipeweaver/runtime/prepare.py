@@ -31,6 +31,9 @@ from pipeweaver.schedule.ir import Placement
 SAMPLE_BATCHES = 8
 """Batches that costs are measured on and a placement is made for: the first ones of the run."""
 
+SAMPLE_DRAWS = 10_000
+"""So many samples of endless data are looked through for items of a module that the first batches have none of."""
+
 
 def job_graph(job: Job) -> ModelGraph:
     return build_graph(job.modules, job.flows, job.task.loss_weights)
@@ -78,9 +81,30 @@ def held_out_loader(job: Job, dataset: Dataset) -> Loader:
     )
 
 
-def sample_batches(loader: Loader) -> list[Batch]:
-    """The first batches of the run; changes nothing about the loader."""
-    return [batch for i in range(SAMPLE_BATCHES) if (batch := loader.peek(i)) is not None]
+def sample_batches(loader: Loader, graph: ModelGraph) -> list[Batch]:
+    """The first batches of the run, and behind them the first that have items of modules still missing.
+
+    Changes nothing about the loader. Raises ValueError if an epoch (of endless data: `SAMPLE_DRAWS` samples) has no
+    item of some module.
+    """
+    first = cursor = loader.cursor
+    draws = SAMPLE_DRAWS if cursor.num_records is None else cursor.num_records
+    missing = {module.name for module in graph.modules}
+    batches: list[Batch] = []
+    while len(batches) < SAMPLE_BATCHES or (missing and cursor.draw - first.draw < draws):
+        batch, cursor = loader.draw(cursor)
+        if batch is None:
+            break
+        found = missing & {item.module for sample in batch.samples for item in sample.items}
+        if len(batches) < SAMPLE_BATCHES or found:
+            batches.append(batch)
+        missing -= found
+    if missing:
+        raise ValueError(
+            f"model.{min(missing)}: none of {cursor.draw - first.draw} samples has an item for it, so there is nothing "
+            "to train it on, or to measure its cost with; leave the module out, with its flows"
+        )
+    return batches
 
 
 def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_bytes: int | None) -> Planning:
@@ -89,7 +113,7 @@ def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_byte
     Changes nothing about the loader. Raises ValueError if the policy cannot place the model.
     """
     replicas = job.workers.replicas
-    shares = [share for batch in sample_batches(loader) for share in share_out(graph, batch, replicas, costs)]
+    shares = [share for batch in sample_batches(loader, graph) for share in share_out(graph, batch, replicas, costs)]
     policy = POLICIES[job.policy.name]
     placement = policy.place(
         graph,

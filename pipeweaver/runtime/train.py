@@ -237,7 +237,7 @@ def _costs(
     """Costs on the first rank; all workers measure them together if that was not done before."""
     return calibrated_costs(
         graph,
-        prepare.sample_batches(loader),
+        prepare.sample_batches(loader, graph),
         load,
         transport=transport,
         exchange=exchange,
