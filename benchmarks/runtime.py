@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -36,6 +36,7 @@ from pipeweaver.config import Job, load
 from pipeweaver.costs import Costs
 from pipeweaver.data.dataset import Dataset, load_part
 from pipeweaver.data.items import Batch
+from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.build import materialise, materialise_all, named_parameters
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.model.language import LanguageConfig
@@ -56,6 +57,7 @@ from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
 
+TASK = "main"
 CONFIG = Path(__file__).with_name("runtime.toml")
 FULL, QUICK = (5, 5, 8), (1, 2, 4)
 """(blocks, steps in a block, microbatches): a way runs a block before the next has its turn; the first step is not counted."""
@@ -106,15 +108,15 @@ def main() -> None:
 
 def work(path: Path, blocks: int, size: int, microbatches: int) -> None:
     """What each of the two workers does; the first writes the figures."""
-    job = load(CONFIG, [f"task.microbatches={microbatches}"])
+    job = load(CONFIG, [f"tasks.{TASK}.microbatches={microbatches}"])
     membership = join(job.workers, job.run.device)
     torch.set_num_threads(1)
     transport = ProcessTransport(membership.workers, membership.device)
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
     graph = prepare.job_graph(job)
-    dataset = prepare.job_datasets(job)["train"]
-    batches = list(islice(prepare.job_loader(job, dataset), blocks * size))
-    load_items = partial(load_part, {job.task.name: dataset})
+    datasets = prepare.job_datasets(job)["train"]
+    batches = list(islice(TaskBatches(prepare.job_loaders(job, datasets)), blocks * size))
+    load_items = partial(load_part, datasets)
     with exchange.heartbeat():
         costs = calibrated_costs(
             graph,
@@ -127,7 +129,7 @@ def work(path: Path, blocks: int, size: int, microbatches: int) -> None:
             cache=job.costs.cache,
         )
         membership.company.close()  # from here on only steps are running
-        comparison = Comparison(job, membership, exchange, transport, dataset, batches, blocks, costs)
+        comparison = Comparison(job, membership, exchange, transport, datasets, batches, blocks, costs)
         comparison.run()
     if membership.is_first:
         path.write_text(json.dumps(figures(comparison)))
@@ -138,7 +140,7 @@ class Comparison:
     """All ways of running a step, side by side in one pair of processes."""
 
     def __init__(
-        self, job: Job, membership: Membership, exchange: Exchange, transport: ProcessTransport, dataset: Dataset,
+        self, job: Job, membership: Membership, exchange: Exchange, transport: ProcessTransport, datasets: Mapping[str, Dataset],
         batches: Sequence[Batch], num_blocks: int, costs: TableCosts | None,
     ) -> None:  # fmt: skip
         self.job, self.membership, self.exchange, self.transport = job, membership, exchange, transport
@@ -147,7 +149,7 @@ class Comparison:
         self.costs = costs
         self.factors: dict[str, dict[str, float]] = {}
         graph = prepare.job_graph(job)
-        self.load = partial(load_part, {job.task.name: dataset})
+        self.load = partial(load_part, datasets)
         self.planning: dict[str, Planning] = {}
         if costs is not None:
             shares = [single_share(graph, batch) for batch in batches[:SAMPLE]]
@@ -162,13 +164,13 @@ class Comparison:
         self.workers = {name: self._worker(graph, placement) for name, placement in placements[0].items()}
         vision, language = job.modules["vision"], job.modules["language"]
         assert isinstance(vision, VitConfig) and isinstance(language, LanguageConfig)
-        self.shape = shapes(batches, job.task.tokens_per_microbatch)
+        self.shape = shapes(batches, job.tasks[TASK].tokens_per_microbatch)
         self.padded = [pad(batch, self.load, self.shape, vision.merge) for batch in batches]
         self.torch = TorchPipeline(
             membership.rank,
             torch_layers(graph, membership.rank, job.run.seed),
             self.shape,
-            job.task.microbatches,
+            job.tasks[TASK].microbatches,
             self.padded[0],
             language.hidden,
             language.vocab,
@@ -350,7 +352,7 @@ def figures(comparison: Comparison) -> dict[str, object]:
             if a.plan and b.plan and a.plan.prediction and b.plan.prediction
         ),
         "steps": len(ours),
-        "microbatches": comparison.job.task.microbatches,
+        "microbatches": comparison.job.tasks[TASK].microbatches,
         "step_ms": {
             way: round(statistics.median(s.step_ns for s in steps) / 1e6, 1)
             for way, steps in comparison.measured.items()

@@ -2,7 +2,7 @@
 
     check_model(job, graph)
     -> ValueError: workers.pipeline = 12: the model has 8 layers, and every worker needs one; use 8 workers at most
-    check_agreement(job, dataset)
+    check_agreement(job, "main", dataset)
     -> ValueError: run.toml: model.language.vocab = 200: the data has 259 tokens; set it to 259 or more
 
 Each is checked by whoever uses it too, but late, and in its own words.
@@ -10,11 +10,9 @@ Each is checked by whoever uses it too, but late, and in its own words.
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 
-from pipeweaver.config import Job
+from pipeweaver.config import Job, Task
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Sample
 from pipeweaver.model.diffusion import DiffusionConfig
@@ -41,6 +39,17 @@ def check_model(job: Job, graph: ModelGraph) -> None:
                 ) from error
         if module.loss is None and not any(flow.source == module.name for flow in graph.flows):
             raise ValueError(f"model.{module.name}: it has no loss, and no flow leads from it: it is for nothing")
+        if not any(module.name in task.modules for task in job.tasks.values()):
+            raise ValueError(
+                f"model.{module.name}: no task activates it; name it in the modules of one, or leave it out"
+            )
+        if module.loss is not None and module.loss.joint and job.workers.replicas > 1:
+            raise ValueError(
+                f"workers.replicas = {job.workers.replicas}: the loss of {module.name} is joint, it needs a task's whole "
+                f"batch in one place; use 1 replica and more workers in workers.pipeline"
+            )
+    for name, task in job.tasks.items():
+        _check_use(graph, name, task)
     layers = [layer for module in graph.modules for _, layer in positions(module)]
     if not any(layer.trainable for layer in layers):
         raise ValueError("model: nothing is left to train; set trainable = true for a module")
@@ -52,21 +61,40 @@ def check_model(job: Job, graph: ModelGraph) -> None:
         )
 
 
-def check_agreement(job: Job, dataset: Dataset) -> None:
-    """Raises ValueError, one line that names the key to change. Modules of the user's own are left to them."""
-    for name, config in job.modules.items():
-        where = f"{job.path}: model.{name}"
+def _check_use(graph: ModelGraph, name: str, task: Task) -> None:
+    """Every module that a task activates has a loss, or flows of the task lead from it to one."""
+    useful = {module for module in task.modules if graph.by_name[module].loss is not None}
+    if not useful:
+        raise ValueError(f"tasks.{name}: none of its modules has a loss, only others have; it trains nothing")
+    while more := {f.source for f in graph.flows if task.moves(f) and f.destination in useful} - useful:
+        useful |= more
+    for module in task.modules:
+        if module not in useful:
+            raise ValueError(
+                f"tasks.{name}.modules: {module} has no loss, and no flow leads from it to a module of the task: "
+                f"it is for nothing there"
+            )
+
+
+def check_agreement(job: Job, task: str, dataset: Dataset) -> None:
+    """Whether a task's data fits the modules that it activates. Modules of the user's own are left to them.
+
+    Raises ValueError, one line that names the key to change.
+    """
+    settings = job.tasks[task]
+    for name in settings.modules:
+        config, where = job.modules[name], f"{job.path}: model.{name}"
         if isinstance(config, VitConfig):
             _check_width(f"{where}.patch = {config.patch}", "pixels", config.patch_values, dataset)
-            _check_merge(f"{where}.merge = {config.merge}", config.merge, job)
+            _check_merge(f"{where}.merge = {config.merge}", config.merge, task, settings)
         if isinstance(config, DiffusionConfig):
             _check_width(f"{where}.channels = {config.channels}", "latents", config.channels, dataset)
         if isinstance(config, LanguageConfig):
             _check_tokens(where, name, config, job, dataset)
     number = MOST_SAMPLES if dataset.num_records is None else min(MOST_SAMPLES, dataset.num_records)
-    samples = [dataset.sample(record, task=job.task.name) for record in range(number)]
-    _check_modules(job, samples)
-    _check_links(job, samples)
+    samples = [dataset.sample(record, task=task) for record in range(number)]
+    _check_modules(job, task, samples)
+    _check_links(job, task, samples)
     _check_placeholders(job)
 
 
@@ -79,11 +107,11 @@ def _check_width(where: str, tensor: str, width: int, dataset: Dataset) -> None:
         raise ValueError(f"{where}: a row of {tensor} is {width} values for the module, {found} in the data")
 
 
-def _check_merge(where: str, merge: int, job: Job) -> None:
+def _check_merge(where: str, merge: int, task: str, settings: Task) -> None:
     """The data counts the rows that an image becomes, so it must know how patches are merged."""
-    found = getattr(job.data, "merge", merge)
+    found = getattr(settings.data, "merge", merge)
     if found != merge:
-        raise ValueError(f"{where}: task.data.merge = {found}; both must be the same")
+        raise ValueError(f"{where}: tasks.{task}.data.merge = {found}; both must be the same")
 
 
 def _check_tokens(where: str, name: str, config: LanguageConfig, job: Job, dataset: Dataset) -> None:
@@ -98,31 +126,50 @@ def _check_tokens(where: str, name: str, config: LanguageConfig, job: Job, datas
             raise ValueError(f"{where}.placeholders.{flow.name} = {given}: in the data it is token {token}")
 
 
-def _check_modules(job: Job, samples: list[Sample]) -> None:
+def _check_modules(job: Job, task: str, samples: list[Sample]) -> None:
+    settings = job.tasks[task]
     found = {item.module for sample in samples for item in sample.items}
-    for module in sorted(found - set(job.modules)):
+    for module in sorted(found - set(settings.modules)):
+        known = "activates" if module in job.modules else "defines"
+        where = f"tasks.{task}.modules" if module in job.modules else "[model]"
         raise ValueError(
-            f"{job.path}: task.data has items for module {module}, but [model] defines only {', '.join(job.modules)}"
+            f"{job.path}: tasks.{task}.data has items for module {module}, but {where} {known} only "
+            f"{', '.join(settings.modules if module in job.modules else job.modules)}"
         )
-    if job.task.backbone not in found:
+    if settings.backbone not in found:
         raise ValueError(
-            f'{job.path}: task.backbone = "{job.task.backbone}": the first {len(samples)} samples have no items for '
-            f"it, only for {', '.join(sorted(found)) or 'nothing'}"
+            f'{job.path}: tasks.{task}.backbone = "{settings.backbone}": the first {len(samples)} samples have no items '
+            f"for it, only for {', '.join(sorted(found)) or 'nothing'}"
+        )
+    # Where a task says what it activates, it means all of it.
+    missing = [module for module in settings.modules if module not in found]
+    if missing and len(job.tasks) > 1:
+        raise ValueError(
+            f"{job.path}: tasks.{task}.modules: the first {len(samples)} samples have no items for {', '.join(missing)}, "
+            f"only for {', '.join(sorted(found))}"
         )
 
 
-def _check_links(job: Job, samples: list[Sample]) -> None:
-    flows = {(flow.source, flow.destination) for flow in job.flows}
-    linked = (
+def _check_links(job: Job, task: str, samples: list[Sample]) -> None:
+    """Items are linked where flows of the task lead, and rows of linked items take all flows of the model there."""
+    linked = {
         (sample.items[source].module, sample.items[destination].module)
         for sample in samples
         for source, destination in sample.links
-    )
-    for source, destination in islice((pair for pair in linked if pair not in flows), 1):
-        raise ValueError(
-            f"{job.path}: model.flows: in the data, items of {source} belong into items of {destination}, "
-            f'but no flow leads there; add "{source}.TENSOR -> {destination}"'
-        )
+    }
+    for source, destination in sorted(linked):
+        flows = [flow for flow in job.flows if (flow.source, flow.destination) == (source, destination)]
+        left_out = [flow for flow in flows if not job.tasks[task].moves(flow)]
+        if flows and left_out:
+            raise ValueError(
+                f"{job.path}: tasks.{task}.flows: in the data, items of {source} belong into items of {destination}, but "
+                f'the task leaves out "{source}.{left_out[0].tensor} -> {destination}"'
+            )
+        if not flows:
+            raise ValueError(
+                f"{job.path}: model.flows: in the data, items of {source} belong into items of {destination}, "
+                f'but no flow leads there; add "{source}.TENSOR -> {destination}"'
+            )
 
 
 def _check_placeholders(job: Job) -> None:

@@ -7,7 +7,7 @@ plans = plan_step(job, step=0, calibrate=...)    in one process; `calibrate` sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -19,7 +19,8 @@ from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
 from pipeweaver.config import Job
 from pipeweaver.costs import Costs
 from pipeweaver.data.dataset import load_part
-from pipeweaver.data.loader import Loader
+from pipeweaver.data.items import Batch
+from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
@@ -43,9 +44,10 @@ def check(job: Job) -> None:
         datasets = prepare.job_datasets(job)
         if job.run.plans:
             recorded_entries(job, tuple(datasets))
-        for dataset in datasets.values():
-            check_agreement(job, dataset)
-            prepare.job_loader(job, dataset)
+        for data, of_tasks in datasets.items():
+            for task, dataset in of_tasks.items():
+                check_agreement(job, task, dataset)
+            prepare.job_loaders(job, of_tasks, data)
     except ValueError as error:
         raise ValueError(f"{job.path}: {str(error).removeprefix(f'{job.path}: ')}") from error
 
@@ -56,12 +58,11 @@ def calibrate_as_worker(job: Job) -> None:
     membership = join(job.workers, job.run.device, patience_s=job.run.watchdog_s)
     transport = ProcessTransport(membership.workers, membership.device)
     exchange = Exchange(membership.store, patience_s=job.run.watchdog_s)
-    graph = prepare.job_graph(job)
-    dataset = prepare.job_datasets(job)["train"]
+    datasets = prepare.job_datasets(job)["train"]
     calibrated_costs(
-        graph,
-        prepare.sample_batches(prepare.job_loader(job, dataset), graph),
-        partial(load_part, {job.task.name: dataset}),
+        prepare.job_graph(job),
+        prepare.job_sample(job, prepare.job_loaders(job, datasets)),
+        partial(load_part, datasets),
         transport=transport,
         exchange=exchange,
         conditions=conditions(job.workers, membership.device, job.run.dtype),
@@ -82,18 +83,17 @@ def plan_step(job: Job, step: int, calibrate: Callable[[], None]) -> tuple[Plan,
     model or finds no plan within the memory budget.
     """
     graph = prepare.job_graph(job)
-    loader = prepare.job_loader(job, prepare.job_datasets(job)["train"])
-    costs = _costs(job, graph, loader)
+    loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
+    sample = prepare.job_sample(job, loaders)
+    costs = _costs(job, graph, sample)
     if costs is None:
         calibrate()
-        costs = _costs(job, graph, loader)
+        costs = _costs(job, graph, sample)
         assert costs is not None, "calibration leaves what is looked for"
-    planning = prepare.place(job, graph, loader, costs, job.workers.memory_bytes)
-    return plan_batch(planning, next(islice(loader, step, None)))
+    planning = prepare.place(job, graph, sample, costs, job.workers.memory_bytes)
+    return plan_batch(planning, next(islice(TaskBatches(loaders), step, None)))
 
 
-def _costs(job: Job, graph: ModelGraph, loader: Loader) -> Costs | None:
+def _costs(job: Job, graph: ModelGraph, sample: Sequence[Batch]) -> Costs | None:
     device = choose_device(job.run.device, 0, job.workers.total)
-    return cached_costs(
-        graph, prepare.sample_batches(loader, graph), conditions(job.workers, device, job.run.dtype), job.costs.cache
-    )
+    return cached_costs(graph, sample, conditions(job.workers, device, job.run.dtype), job.costs.cache)

@@ -1,11 +1,11 @@
 """A job, read from one TOML file: what to train, on which workers, by which policy.
 
-    [run]                               [task]
+    [run]                               [tasks.main]
     output = "runs/digits"              backbone = "language"
     steps = 300                         tokens_per_microbatch = 512
                                         microbatches = 8
     [workers]
-    pipeline = 2                        [task.data]
+    pipeline = 2                        [tasks.main.data]
                                         type = "digits"
     [model]
     flows = ["vision.features -> language"]
@@ -75,18 +75,27 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[task]. A microbatch is samples whose `backbone` items fill `tokens_per_microbatch`, with at most
+    """[tasks.NAME]. A microbatch is samples whose `backbone` items fill `tokens_per_microbatch`, with at most
     `max_items` items of each module named there; a step has `microbatches` of them, over all replicas.
-    `too_long`: what becomes of a sample that fits into no microbatch. `loss_weights` maps modules with a
-    loss to its weight, 1 by default."""
+    `modules` are those that the task activates, and `flows`, of the model's, what it moves between them: all,
+    where the task is the only one or its flows are left out. `too_long`: what becomes of a sample that fits into
+    no microbatch. A loss counts `weight` times its module's of `loss_weights`, both 1 by default."""
 
-    name: str = "main"
     backbone: str
     tokens_per_microbatch: PositiveInt
     microbatches: PositiveInt
+    modules: tuple[str, ...] = ()
+    flows: tuple[str, ...] = ()
     max_items: dict[str, PositiveInt] = {}
     too_long: Literal["error", "skip", "truncate"] = "error"
+    weight: NonNegativeFloat = 1.0
     loss_weights: dict[str, NonNegativeFloat] = {}
+    data: DataConfig
+
+    def moves(self, flow: Flow) -> bool:
+        """Whether rows of the task go this way, if its data links items so."""
+        ends = flow.source in self.modules and flow.destination in self.modules
+        return ends and (not self.flows or any(parse_flow(text) == flow for text in self.flows))
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,7 +110,7 @@ MODULES = cast(dict[str, type[ModuleConfig]], CONFIGS)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `modules` maps names to the records of their types, in the order of the file."""
+    """A whole run. `modules` and `tasks` map names to their records, in the order of the file."""
 
     path: str
     run: Run
@@ -109,8 +118,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy
     modules: dict[str, ModuleConfig]
     flows: tuple[Flow, ...]
-    task: Task
-    data: DataConfig
+    tasks: dict[str, Task]
     optimizer: OptimizerConfig
     costs: Costs
 
@@ -122,7 +130,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job; `overrides` are "section.key=value". Raises ValueError, one line, at the first mistake."""
     document = toml.read(path, overrides)
-    toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "optimizer", "costs"))
+    toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "tasks", "optimizer", "costs"))
+    if "task" in document.table:
+        raise document.error("task", "tasks have names: write [tasks.main] and [tasks.main.data], or another name")
     run = toml.convert(document, "run", Run)
     workers = toml.convert(document, "workers", Workers)
     policy = _policy(document)
@@ -136,8 +146,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         policy=policy,
         modules={name: toml.convert_one_of(document, f"model.{name}", MODULES) for name in names},
         flows=_flows(document),
-        task=toml.convert(document, "task", Task, ignore=("data",)),
-        data=toml.convert_one_of(document, "task.data", DATA),
+        tasks=_tasks(document, names),
         optimizer=toml.convert(document, "optimizer", OptimizerConfig),
         costs=toml.convert(document, "costs", Costs),
     )
@@ -156,10 +165,11 @@ def without_effect(job: Job) -> tuple[str, ...]:
         found.append(f"policy.rounds has no effect with policy {policy}, which does not search")
     if job.policy.rounds and policy in _ONCE_PER_RUN:
         found.append(f"policy.rounds has no effect with policy {policy}, which decides once per run")
-    if job.workers.replicas > job.task.microbatches:
+    microbatches = sum(task.microbatches for task in job.tasks.values())
+    if job.workers.replicas > microbatches:
         found.append(
-            f"workers.replicas = {job.workers.replicas}: a step has {job.task.microbatches} microbatches, "
-            f"so {job.workers.replicas - job.task.microbatches} replicas have nothing to do"
+            f"workers.replicas = {job.workers.replicas}: a step has {microbatches} microbatches, "
+            f"so {job.workers.replicas - microbatches} replicas have nothing to do"
         )
     if job.run.evaluate_every > job.run.steps:
         found.append(f"run.evaluate_every = {job.run.evaluate_every} is beyond the last step, {job.run.steps}")
@@ -196,37 +206,99 @@ def _policy(document: toml.Document) -> Policy:
     return msgspec.structs.replace(policy, options=found)
 
 
+def _tasks(document: toml.Document, modules: Sequence[str]) -> dict[str, Task]:
+    """[tasks.NAME] of all tasks. A sole task activates all modules, if it does not say which."""
+    names = list(toml.table_at(document, "tasks"))
+    if not names:
+        raise document.error("tasks", "missing; a job needs at least one task, such as [tasks.main]")
+    tasks = {}
+    for name in names:
+        path = f"tasks.{name}"
+        table = toml.table_at(document, path)
+        if "data" not in table:
+            raise document.error(f"{path}.data", f"missing; a task needs data of its own, [{path}.data]")
+        data = toml.convert_one_of(document, f"{path}.data", DATA)
+        task = toml.convert(document, path, Task, given={"data": data})
+        if not task.modules:
+            if len(names) > 1:
+                raise document.error(
+                    f"{path}.modules",
+                    f"missing; where there are several tasks, each names its own of {', '.join(modules)}",
+                )
+            task = msgspec.structs.replace(task, modules=tuple(modules))
+        tasks[name] = task
+    return tasks
+
+
 _FLOW = re.compile(r"\s*([\w-]+)\.([\w-]+)\s*->\s*([\w-]+)(?:\.([\w-]+))?\s*")
 
 
-def _flows(document: toml.Document) -> tuple[Flow, ...]:
+def parse_flow(text: str) -> Flow | None:
     """`"vision.features -> language"`, or `"… -> language.images"` where the destination reads another name."""
+    match = _FLOW.fullmatch(text)
+    if match is None:
+        return None
+    source, tensor, destination, name = match.groups()
+    return Flow(source=source, tensor=tensor, destination=destination, name=name or source)
+
+
+def _flows(document: toml.Document) -> tuple[Flow, ...]:
     texts = document.table["model"].get("flows", [])
     if not isinstance(texts, list):
         raise document.error("model.flows", 'expected a list of flows, such as ["vision.features -> language"]')
     flows = []
     for text in texts:
-        match = _FLOW.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
+        flow = parse_flow(text) if isinstance(text, str) else None
+        if flow is None:
             raise document.error("model.flows", f'expected "SOURCE.TENSOR -> DESTINATION", not {text!r}')
-        source, tensor, destination, name = match.groups()
-        flows.append(Flow(source=source, tensor=tensor, destination=destination, name=name or source))
+        flows.append(flow)
     return tuple(flows)
 
 
 def _check_names(document: toml.Document, job: Job) -> None:
-    """Names are plain words, and every module that the job mentions is one that it defines."""
+    """Names are plain words, and every module and flow that the job mentions is one that it defines."""
     # Parameters and metrics are named after modules and tasks: "language.layers.3", "main/language".
-    named = [("task.name", job.task.name), *((f"model.{name}", name) for name in job.modules)]
-    for path, name in named:
+    for path, name in [
+        (f"{table}.{name}", name) for table in ("tasks", "model") for name in getattr(job, _NAMED[table])
+    ]:
         if not re.fullmatch(r"[\w-]+", name):
             raise document.error(path, f"expected a name of letters, digits, - and _, not {name!r}")
-    mentioned = [("task.backbone", job.task.backbone)]
-    mentioned += [("model.flows", end) for flow in job.flows for end in (flow.source, flow.destination)]
-    mentioned += [(f"task.loss_weights.{name}", name) for name in job.task.loss_weights]
-    mentioned += [(f"task.max_items.{name}", name) for name in job.task.max_items]
+    mentioned = [("model.flows", end) for flow in job.flows for end in (flow.source, flow.destination)]
+    for task, settings in job.tasks.items():
+        mentioned += [(f"tasks.{task}.backbone", settings.backbone)]
+        mentioned += [(f"tasks.{task}.modules", name) for name in settings.modules]
+        mentioned += [(f"tasks.{task}.loss_weights.{name}", name) for name in settings.loss_weights]
+        mentioned += [(f"tasks.{task}.max_items.{name}", name) for name in settings.max_items]
     mentioned += [(f"policy.chunks_per_worker.{name}", name) for name in job.policy.options.chunks_per_worker]
     mentioned += [(f"policy.items_per_part.{name}", name) for name in job.policy.options.items_per_part]
     for path, name in mentioned:
         if name not in job.modules:
             raise document.error(path, f"there is no module {name}; [model] defines {', '.join(job.modules)}")
+    for task, settings in job.tasks.items():
+        _check_task(document, task, settings, job)
+
+
+def _check_task(document: toml.Document, name: str, task: Task, job: Job) -> None:
+    """What the task mentions is what it activates, and its flows are flows of the model."""
+    mentioned = [("backbone", task.backbone)]
+    mentioned += [(f"{key}.{module}", module) for key in ("loss_weights", "max_items") for module in getattr(task, key)]
+    for key, module in mentioned:
+        if module not in task.modules:
+            raise document.error(
+                f"tasks.{name}.{key}", f"the task does not activate {module}, only {', '.join(task.modules)}"
+            )
+    for text in task.flows:
+        flow = parse_flow(text)
+        if flow not in job.flows:
+            raise document.error(
+                f"tasks.{name}.flows", f"{text!r} is not among model.flows, where all flows are defined"
+            )
+        if not task.moves(flow):
+            raise document.error(
+                f"tasks.{name}.flows",
+                f"{text!r} joins modules of which the task activates only {', '.join(task.modules)}",
+            )
+
+
+_NAMED = {"tasks": "tasks", "model": "modules"}
+"""Tables of named things, and the job's name for them."""

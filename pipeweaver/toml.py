@@ -89,9 +89,17 @@ def check_keys(document: Document, path: str, known: Sequence[str]) -> None:
             raise document.error(_join(path, key), f"unknown key; {_closest(key, known)}")
 
 
-def convert(document: Document, path: str, record: type[Record], *, ignore: Sequence[str] = ()) -> Record:
-    """The table at `path` as a record; an absent table is an empty one. Keys in `ignore` are left aside."""
-    table = {key: value for key, value in table_at(document, path).items() if key not in ignore}
+def convert(
+    document: Document,
+    path: str,
+    record: type[Record],
+    *,
+    ignore: Sequence[str] = (),
+    given: Mapping[str, msgspec.Struct] | None = None,
+) -> Record:
+    """The table at `path` as a record; an absent table is an empty one. Keys in `ignore` are left aside, tables
+    that were converted before are `given`."""
+    table = {key: value for key, value in table_at(document, path).items() if key not in ignore} | dict(given or {})
     fields = [field.encode_name for field in msgspec.structs.fields(record)]
     check_keys(document, path, [*fields, *ignore])
     try:

@@ -17,7 +17,7 @@ DIGITS = Path(__file__).parents[1] / "examples" / "digits.toml"
 
 
 def check(job: Job) -> None:
-    check_agreement(job, build_dataset(job.data, "train"))
+    check_agreement(job, "main", build_dataset(job.tasks["main"].data, "train"))
 
 
 def test_the_example_agrees() -> None:
@@ -31,9 +31,9 @@ def test_the_example_agrees() -> None:
         (["model.language.placeholders={vision=9}"], "model.language.placeholders.vision = 9: in the data it is token 258"),
         (["model.vision.channels=3"], "model.vision.patch = 4: a row of pixels is 48 values for the module, 16 in the data"),
         (["model.vision.patch=8"], "model.vision.patch = 8: a row of pixels is 64 values for the module, 16 in the data"),
-        (["model.vision.merge=1"], "model.vision.merge = 1: task.data.merge = 2; both must be the same"),
-        (["task.data.kind=text"], "model.vision.patch = 4: the module takes pixels, but the data has no such tensors"),
-        (["task.data.language=text"], "task.data has items for module text, but [model] defines only vision, language"),
+        (["model.vision.merge=1"], "model.vision.merge = 1: tasks.main.data.merge = 2; both must be the same"),
+        (["tasks.main.data.kind=text"], "model.vision.patch = 4: the module takes pixels, but the data has no such tensors"),
+        (["tasks.main.data.language=text"], "tasks.main.data has items for module text, but [model] defines only vision, language"),
         (["model.flows=[]"], 'model.flows: in the data, items of vision belong into items of language, but no flow leads there; add "vision.TENSOR -> language"'),
         (["model.language.placeholders={vision=258, audio=3}"], 'model.language.placeholders.audio: no flow brings audio to language; add "MODULE.TENSOR -> language.audio" to model.flows, or leave the placeholder out'),
     ],
@@ -45,8 +45,10 @@ def test_each_disagreement_names_its_key(overrides: list[str], expected: str) ->
 
 
 def test_a_backbone_without_items() -> None:
-    overrides = ["task.backbone=spare", "model.spare={type='language', layers=1, hidden=8, heads=2, vocab=259}"]
-    with pytest.raises(ValueError, match=r'task.backbone = "spare": the first 64 samples have no items for it, only'):
+    overrides = ["tasks.main.backbone=spare", "model.spare={type='language', layers=1, hidden=8, heads=2, vocab=259}"]
+    with pytest.raises(
+        ValueError, match=r'tasks.main.backbone = "spare": the first 64 samples have no items for it, only'
+    ):
         check(load(DIGITS, overrides))
 
 

@@ -29,10 +29,10 @@ SMALL = [
         "model.vision.output=16",
         "model.language.layers=2",
         "model.language.hidden=16",
-        "task.tokens_per_microbatch=256",
-        "task.microbatches=2",
-        "task.data.max_tokens=256",
-        "task.data.held_out_records=4",
+        "tasks.main.tokens_per_microbatch=256",
+        "tasks.main.microbatches=2",
+        "tasks.main.data.max_tokens=256",
+        "tasks.main.data.held_out_records=4",
         "optimizer.warmup_steps=0",
     )
 ]

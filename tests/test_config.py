@@ -51,13 +51,13 @@ heads = 4
 vocab = 259
 placeholders = { vision = 258 }
 
-[task]
+[tasks.main]
 backbone = "language"
 tokens_per_microbatch = 512
 microbatches = 4
 loss_weights = { language = 0.5 }
 
-[task.data]
+[tasks.main.data]
 type = "digits"
 
 [optimizer]
@@ -80,8 +80,9 @@ def test_what_a_file_becomes(path: Path) -> None:
     assert isinstance(job.modules["vision"], VitConfig) and isinstance(job.modules["language"], LanguageConfig)
     assert list(job.modules) == ["vision", "language"]
     assert job.flows == (Flow(source="vision", tensor="features", destination="language", name="vision"),)
-    assert job.task.loss_weights == {"language": 0.5}
-    assert job.data == DigitsData()
+    assert job.tasks["main"].loss_weights == {"language": 0.5}
+    assert job.tasks["main"].data == DigitsData()
+    assert job.tasks["main"].modules == ("vision", "language")
     assert job.optimizer.lr == 0.002
 
 
@@ -134,17 +135,33 @@ def test_output_is_where_the_user_says(path: Path) -> None:
         ("model.vision.heads=3", "model.vision.heads = 3: heads = 3 do not divide hidden = 32"),
         ("model.language.kv_heads=3", "model.language.kv_heads = 3: kv_heads = 3 do not divide heads = 4"),
         ("model.audio.layers=3", "model.audio.type: missing; it is one of "),
-        ("task.backbone=lang", 'task.backbone = "lang": there is no module lang; [model] defines vision, language'),
-        ("task.name=a/b", "task.name = \"a/b\": expected a name of letters, digits, - and _, not 'a/b'"),
-        ("task.name=''", "task.name = \"\": expected a name of letters, digits, - and _, not ''"),
+        (
+            "tasks.main.backbone=lang",
+            'tasks.main.backbone = "lang": there is no module lang; [model] defines vision, language',
+        ),
+        ("tasks.main.name=a", 'tasks.main.name = "a": unknown key; known here: backbone, tokens_per_microbatch'),
+        (
+            "tasks.main.modules=['lang']",
+            'tasks.main.modules = ["lang"]: there is no module lang; [model] defines vision, language',
+        ),
+        (
+            "tasks.main.flows=['vision -> language']",
+            "tasks.main.flows = [\"vision -> language\"]: 'vision -> language' is not among model.flows",
+        ),
+        ("tasks.main.weight=-1", "tasks.main.weight = -1: expected a number >= 0.0"),
+        ("tasks=3", "tasks = 3: expected a table, [tasks]"),
+        ("task.backbone=language", "task: tasks have names: write [tasks.main] and [tasks.main.data], or another name"),
         ("model.vision.layers=100000", "model.vision.layers = 100000: expected a whole number <= 10000"),
-        ("task.microbatches=0", "task.microbatches = 0: expected a whole number >= 1"),
-        ("task.tokens_per_microbatch=0", "task.tokens_per_microbatch = 0: expected a whole number >= 1"),
-        ("task.loss_weights.language=-1", "task.loss_weights.language = -1: expected a number >= 0.0"),
-        ("task.loss_weights.lang=1", "task.loss_weights.lang = 1: there is no module lang; [model] defines"),
-        ("task.too_long=cut", 'task.too_long = "cut": expected one of "error", "skip", "truncate"'),
-        ("task.data.type=digit", 'task.data.type = "digit": expected one of "digits", '),
-        ("task.data.pixel=[24]", "task.data.pixel = [24]: unknown key; did you mean pixels?"),
+        ("tasks.main.microbatches=0", "tasks.main.microbatches = 0: expected a whole number >= 1"),
+        ("tasks.main.tokens_per_microbatch=0", "tasks.main.tokens_per_microbatch = 0: expected a whole number >= 1"),
+        ("tasks.main.loss_weights.language=-1", "tasks.main.loss_weights.language = -1: expected a number >= 0.0"),
+        (
+            "tasks.main.loss_weights.lang=1",
+            "tasks.main.loss_weights.lang = 1: there is no module lang; [model] defines",
+        ),
+        ("tasks.main.too_long=cut", 'tasks.main.too_long = "cut": expected one of "error", "skip", "truncate"'),
+        ("tasks.main.data.type=digit", 'tasks.main.data.type = "digit": expected one of "digits", '),
+        ("tasks.main.data.pixel=[24]", "tasks.main.data.pixel = [24]: unknown key; did you mean pixels?"),
         ("optimizer.lr=-1", "optimizer.lr = -1: it must be a number of at least 0"),
         ("optimizer.lr=inf", "optimizer.lr = Infinity: expected a finite number"),
         ("optimizer.betas=[0.9, 1]", "optimizer.betas = [0.9, 1]: both must be at least 0 and below 1"),
@@ -168,16 +185,53 @@ def test_mistakes_are_told_in_one_line(path: Path, override: str, expected: str)
         assert str(caught.value).startswith(f"{path}:{line}: {expected}")
 
 
+SEVERAL = [
+    "tasks.main.modules=['vision', 'language']",
+    "tasks.text.data.type=digits",
+    "tasks.text.modules=['language']",
+]
+TEXT = [*SEVERAL, "tasks.text.backbone=language", "tasks.text.tokens_per_microbatch=64", "tasks.text.microbatches=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["tasks.main.modules=['vision']"], 'tasks.main.backbone = "language": the task does not activate language, only vision'),
+        (SEVERAL[1:2], "tasks.main.modules: missing; where there are several tasks, each names its own of vision, language"),
+        ([SEVERAL[0], "tasks.text.weight=2"], "tasks.text.data: missing; a task needs data of its own, [tasks.text.data]"),
+        (SEVERAL, "tasks.text.backbone: missing; it has no default"),
+        ([*TEXT, "tasks.text.microbatches=0"], "tasks.text.microbatches = 0: expected a whole number >= 1"),
+        ([*TEXT, "tasks.text.backbone=vision"], 'tasks.text.backbone = "vision": the task does not activate vision, only language'),
+        ([*TEXT, "tasks.text.loss_weights.vision=1"], "tasks.text.loss_weights.vision = 1: the task does not activate vision, only language"),
+        ([*TEXT, "tasks.text.flows=['vision.features -> language']"], "tasks.text.flows = [\"vision.features -> language\"]: 'vision.features -> language' joins modules of which the task activates only language"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_tasks_are_told_in_one_line(path: Path, overrides: list[str], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(path, overrides)
+    assert "\n" not in str(caught.value) and str(caught.value).partition(": ")[2].endswith(expected)
+
+
+def test_several_tasks(path: Path) -> None:
+    job = load(path, [*TEXT, "tasks.text.weight=0.5"])
+    assert list(job.tasks) == ["main", "text"]
+    assert job.tasks["text"].modules == ("language",) and job.tasks["text"].weight == 0.5
+    assert job.tasks["main"].moves(job.flows[0]) and not job.tasks["text"].moves(job.flows[0])
+
+
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ('[task.data]\ntype = "digits"\n', "task.data.type: missing; it is one of"),
-        ('[task]\nbackbone = "language"', "task.backbone: missing; it has no default"),
-        ("microbatches = 4\n", "task.microbatches: missing; it has no default"),
+        (
+            '[tasks.main.data]\ntype = "digits"\n',
+            "tasks.main.data: missing; a task needs data of its own, [tasks.main.data]",
+        ),
+        ('[tasks.main]\nbackbone = "language"', "tasks.main.backbone: missing; it has no default"),
+        ("microbatches = 4\n", "tasks.main.microbatches: missing; it has no default"),
     ],
 )
 def test_what_is_missing_is_named(path: Path, section: str, expected: str) -> None:
-    path.write_text(JOB.replace(section, "[task]" if section.startswith("[task]") else ""))
+    path.write_text(JOB.replace(section, "[tasks.main]" if section.startswith("[tasks.main]") else ""))
     with pytest.raises(ValueError) as caught:
         load(path)
     assert expected in str(caught.value)
@@ -235,7 +289,7 @@ def test_every_key_is_documented() -> None:
         "[workers]": (Workers,),
         "[policy]": (Policy, PolicyOptions),
         **{f'type = "{name}"': (record,) for name, record in MODULES.items() if name != "custom"},
-        "[task]": (Task,),
+        "[tasks.NAME]": (Task,),
         **{f'type = "{name}"': (record,) for name, record in DATA.items() if name != "custom"},
         "[optimizer]": (OptimizerConfig,),
         "[costs]": (Costs,),
@@ -244,4 +298,4 @@ def test_every_key_is_documented() -> None:
         section = page.partition(f"# {title}")[2].partition("\n#")[0]
         documented = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section, flags=re.M))))
         keys = {field.encode_name for record in found for field in msgspec.structs.fields(record)}
-        assert documented - {"key"} == keys - {"options"}, title
+        assert documented - {"key"} == keys - {"options", "data"}, title

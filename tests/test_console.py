@@ -10,6 +10,7 @@ import pytest
 from pipeweaver.config import load
 from pipeweaver.console import Follow, duration, evaluation_line, percent, print_plan, step_line
 from pipeweaver.costs import FlatCosts
+from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.report.metrics import StepMetrics
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
@@ -95,10 +96,10 @@ def test_a_plan_as_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "160")
     job = load(DIGITS, ["policy.name=1f1b", "workers.replicas=2"])
     graph = prepare.job_graph(job)
-    loader = prepare.job_loader(job, prepare.job_datasets(job)["train"])
+    loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
     costs = FlatCosts(layers={module.name: len(module.layers) for module in graph.modules})
-    planning = prepare.place(job, graph, loader, costs, None)
-    plans = plan_batch(planning, next(loader))
+    planning = prepare.place(job, graph, prepare.job_sample(job, loaders), costs, None)
+    plans = plan_batch(planning, next(TaskBatches(loaders)))
     print_plan(plans, 2 << 30)
     text = capsys.readouterr().out
     assert len(re.findall(r"^replica [01]$", text, flags=re.M)) == 2

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeweaver.agreement import check_agreement
+from pipeweaver.agreement import check_agreement, check_model
 from pipeweaver.config import load
-from pipeweaver.data.config import JsonLinesData, build_dataset
 from pipeweaver.data.dataset import load_part
-from pipeweaver.data.loader import Loader
-from pipeweaver.model.build import build_graph, materialise_all, named_parameters
+from pipeweaver.data.tasks import TaskBatches
+from pipeweaver.model.build import materialise_all, named_parameters
 from pipeweaver.model.reference import run_all
+from pipeweaver.planner.assign import single_share
+from pipeweaver.runtime import prepare
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -31,28 +32,24 @@ def json_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_example(path: Path, json_lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
-    job = load(path, ["task.microbatches=1"])
-    folder = json_lines if isinstance(job.data, JsonLinesData) else EXAMPLES
-    data = {split: build_dataset(job.data, split, folder=folder) for split in ("train", "held-out")}
-    for dataset in data.values():
-        check_agreement(job, dataset)
-    graph = build_graph(job.modules, job.flows, job.task.loss_weights)
+    job = load(path)
+    folder = json_lines if path.stem == "jsonl" else EXAMPLES
+    job = msgspec.structs.replace(job, path=str(folder / path.name))
+    check_model(job, prepare.job_graph(job))
+    datasets = prepare.job_datasets(job)
+    for of_tasks in datasets.values():
+        for task, dataset in of_tasks.items():
+            check_agreement(job, task, dataset)
+    graph = prepare.job_graph(job)
     layers = materialise_all(graph, seed=job.run.seed)
-    packing = msgspec.structs.asdict(job.task)
-    batch = next(
-        Loader(
-            data["train"],
-            **{name: packing[name] for name in ("backbone", "tokens_per_microbatch", "microbatches", "too_long")},
-        )
-    )
-    records = {f"{sample.task}/{sample.draw}": sample.record for sample in batch.samples}
-    items = [item for sample in batch.samples for item in sample.items]
-    starts = [sum(len(sample.items) for sample in batch.samples[:i]) for i in range(len(batch.samples))]
-    links = [
-        (start + a, start + b) for start, sample in zip(starts, batch.samples, strict=True) for a, b in sample.links
-    ]
+    batch = next(TaskBatches(prepare.job_loaders(job, datasets["train"])))
+    share = single_share(graph, batch)
     outcome = run_all(
-        graph, layers, items, links, lambda own, names: load_part({"main": data["train"]}, own, records, names)
+        graph,
+        layers,
+        share.items,
+        share.links,
+        lambda own, names: load_part(datasets["train"], own, share.records, names),
     )
     outcome.loss.backward()
     assert outcome.loss.item() > 0

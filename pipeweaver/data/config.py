@@ -1,6 +1,6 @@
 """The data section of a config file, and the data set that it describes.
 
-    [task.data]
+    [tasks.main.data]
     type = "jsonl"
     train = "train.jsonl"
     held_out = "held-out.jsonl"

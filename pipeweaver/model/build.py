@@ -13,14 +13,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from pipeweaver.model.diffusion import DiffusionConfig, diffusion
-from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module, Reading, positions
+from pipeweaver.model.graph import Flow, LayerSpec, ModelGraph, Module, Reading, positions
 from pipeweaver.model.language import LanguageConfig, language
 from pipeweaver.model.part import seed_of
 from pipeweaver.model.vit import VitConfig, vit
@@ -48,10 +48,19 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
 """Record of each module type, by the name it has in a config file."""
 
 
+class TaskWeights(NamedTuple):
+    """What a task's losses weigh: all of them, and those of single modules in addition."""
+
+    task: float = 1.0
+    modules: Mapping[str, float] = {}
+
+
 def build_graph(
-    modules: Mapping[str, ModuleConfig], flows: Sequence[Flow] = (), loss_weights: Mapping[str, float] | None = None
+    modules: Mapping[str, ModuleConfig],
+    flows: Sequence[Flow] = (),
+    tasks: Mapping[str, TaskWeights] | None = None,
 ) -> ModelGraph:
-    """The model graph of configured modules, in their order. `loss_weights` maps modules with a loss to its weight.
+    """The model graph of configured modules, in their order, and what their losses weigh in each of the `tasks`.
 
     Raises ValueError, naming the module, for what does not fit together.
     """
@@ -59,11 +68,15 @@ def build_graph(
     for name in _sources_first(modules, flows):
         readings = tuple(_reading(built, flow) for flow in flows if flow.destination == name and flow.source != name)
         built[name] = _build(name, modules[name], readings)
-    for name, weight in (loss_weights or {}).items():
-        if name not in built or built[name].loss is None:
-            able = ", ".join(module.name for module in built.values() if module.loss) or "none"
-            raise ValueError(f"loss weight for {name}, which has no loss; modules with one: {able}")
-        built[name] = replace(built[name], loss=replace(built[name].loss or LossSpec(units=""), weight=weight))
+    for weights in (tasks or {}).values():
+        for name in weights.modules:
+            if name not in built or built[name].loss is None:
+                able = ", ".join(module.name for module in built.values() if module.loss) or "none"
+                raise ValueError(f"loss weight for {name}, which has no loss; modules with one: {able}")
+    for name, module in built.items():
+        if module.loss is not None and tasks:
+            of_tasks = {task: weights.task * weights.modules.get(name, 1.0) for task, weights in tasks.items()}
+            built[name] = replace(module, loss=replace(module.loss, weights=of_tasks))
     return ModelGraph(modules=tuple(built[name] for name in modules), flows=tuple(flows))
 
 

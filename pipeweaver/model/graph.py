@@ -21,7 +21,7 @@ Example, a two-layer encoder whose features a language model takes in at its emb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -71,12 +71,16 @@ class LossSpec:
 
     `units` names the item size that counts them ("supervised"): the normaliser of a step is their sum
     over the whole batch, known before the step. A `joint` loss mixes items and takes the task's whole
-    batch in one part.
+    batch in one part. `weights` of the loss in each task, `weight` in all that are not named there.
     """
 
     units: str
     weight: float = 1.0
+    weights: Mapping[str, float] = field(default_factory=dict)
     joint: bool = False
+
+    def weight_in(self, task: str) -> float:
+        return self.weights.get(task, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def run_all(
                 key = f"{task}/{name}"
                 losses[key] = outputs.pop("loss")
                 if normalisers[key]:
-                    loss = loss + module.loss.weight * losses[key] / normalisers[key]
+                    loss = loss + module.loss.weight_in(task) * losses[key] / normalisers[key]
             sent[task, name] = outputs
             metrics |= {f"{task}/{name}/{metric}": value for metric, value in part.metrics.items()}
     return Outcome(loss=loss, losses=losses, sent=sent, metrics=metrics)

@@ -50,13 +50,9 @@ def single_share(graph: ModelGraph, batch: Batch) -> Share:
 
 
 def count_normalisers(graph: ModelGraph, samples: Sequence[Sample]) -> dict[str, int]:
-    """ "task/module" of each loss -> its units over all samples, at least 1: no units, no loss to divide."""
+    """ "task/module" of each loss that items count for -> its units over all samples, at least 1: no units, no loss
+    to divide."""
     units: dict[str, int] = {}
-    tasks = dict.fromkeys(sample.task for sample in samples)
-    for module in graph.modules:
-        if module.loss is not None:
-            for task in tasks:
-                units[f"{task}/{module.name}"] = 0
     for sample in samples:
         for item in sample.items:
             loss = graph.by_name[item.module].loss
@@ -66,7 +62,8 @@ def count_normalisers(graph: ModelGraph, samples: Sequence[Sample]) -> dict[str,
                         f"item {item.name} does not say how many units of the loss of {item.module} it has: "
                         f"no size {loss.units!r} among {', '.join(sorted(item.sizes))}"
                     )
-                units[f"{item.task}/{item.module}"] += item.sizes[loss.units]
+                name = f"{item.task}/{item.module}"
+                units[name] = units.get(name, 0) + item.sizes[loss.units]
     return {name: max(1, count) for name, count in units.items()}
 
 

@@ -46,7 +46,7 @@ def evaluation_orders(
 
 
 def summed(collected: Sequence[Collected], weights: Mapping[str, float]) -> Evaluation:
-    """One evaluation from all its orders. `weights` of the losses by module."""
+    """One evaluation from all its orders. `weights` of the losses by "task/module"."""
     totals: dict[str, float] = {}
     units: dict[str, int] = {}
     metrics: dict[str, tuple[float, int]] = {}
@@ -73,8 +73,8 @@ def summed(collected: Sequence[Collected], weights: Mapping[str, float]) -> Eval
 
 
 def weighted(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Sum of losses by "task/module", each times its module's weight."""
-    return sum(loss * weights[name.partition("/")[2]] for name, loss in losses.items())
+    """Sum of losses by "task/module", each times its weight."""
+    return sum(loss * weights[name] for name, loss in losses.items())
 
 
 def averages(metrics: Mapping[str, tuple[float, int]]) -> dict[str, float]:

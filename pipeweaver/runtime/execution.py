@@ -286,7 +286,7 @@ class Execution:
         module = self.worker.graph.by_name[chunk.module]
         scale = 0.0
         if module.loss is not None:
-            scale = module.loss.weight / max(1, self.plan.normalisers[f"{chunk.task}/{chunk.module}"])
+            scale = module.loss.weight_in(chunk.task) / max(1, self.plan.normalisers[f"{chunk.task}/{chunk.module}"])
         returned = run_backward(state, gradients, loss_scale=scale)
         for allocation in action.allocations:
             self._allocate((allocation,), state.later if allocation.buffer.kind == "weight" else returned)

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 from pipeweaver.config import Job
-from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Batch, Sample
 from pipeweaver.data.loader import Loader
+from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
@@ -35,8 +35,7 @@ class Corrections:
 def planned_orders(
     job: Job,
     graph: ModelGraph,
-    loader: Loader,
-    held_out: Dataset | None,
+    loaders: Mapping[Data, Mapping[str, Loader]],
     costs: TableCosts,
     corrections: Corrections,
     budget_bytes: int | None,
@@ -46,21 +45,21 @@ def planned_orders(
     Each is planned with the corrections of that time; the placement knows none. Raises ValueError if the policy
     cannot place the model, or the held-out data does not fit the job.
     """
-    planning = prepare.place(job, graph, loader, costs, budget_bytes)
-    batches = [] if held_out is None else prepare.held_out_batches(job, held_out)
+    planning = prepare.place(job, graph, prepare.job_sample(job, loaders["train"]), costs, budget_bytes)
+    evaluated = prepare.held_out_batches(loaders.get("held-out", {}))
 
     def corrected() -> Planning:
         factors = corrections.factors
         return replace(planning, costs=costs.corrected(factors)) if factors else planning
 
-    return _planned(job, corrected, loader, batches), planning.placement
+    return _planned(job, corrected, TaskBatches(loaders["train"]), evaluated), planning.placement
 
 
 def replayed_orders(
-    job: Job, graph: ModelGraph, loaders: Mapping[Data, Loader], budget_bytes: int | None
+    job: Job, graph: ModelGraph, loaders: Mapping[Data, Mapping[str, Loader]], budget_bytes: int | None
 ) -> tuple[Iterator[Order], Placement]:
     """The recorded orders of `job.run.plans` up to its last step, each proven again when it is asked for, and their
-    placement. `loaders` say what the job's data is.
+    placement. `loaders` of each task say what the job's data is.
 
     Raises ValueError if there are none, or they are for another job.
     """
@@ -68,8 +67,8 @@ def replayed_orders(
     entries = recorded_entries(job, tuple(loaders))
 
     def sample(data: Data, record: int, task: str, draw: int) -> Sample:
-        fitted = loaders[data].fitted
-        if task != job.task.name or not 0 <= record < (fitted.dataset.num_records or record + 1):
+        fitted = loaders[data][task].fitted if task in loaders[data] else None
+        if fitted is None or not 0 <= record < (fitted.dataset.num_records or record + 1):
             raise ValueError(f"the job's data has no record {record} of task {task}")
         return fitted.sample(record, task=task, draw=draw)
 
@@ -105,10 +104,12 @@ def recorded_entries(job: Job, datas: Collection[Data]) -> list[Entry]:
     return entries
 
 
-def _planned(job: Job, planning: Callable[[], Planning], loader: Loader, held_out: Sequence[Batch]) -> Iterator[Order]:
+def _planned(
+    job: Job, planning: Callable[[], Planning], batches: TaskBatches, held_out: Sequence[Batch]
+) -> Iterator[Order]:
     steps, every = job.run.steps, job.run.evaluate_every
     evaluated: list[tuple[Plan, ...]] = []
-    for batch in islice(loader, steps):
+    for batch in islice(batches, steps):
         yield Order(plans=plan_batch(planning(), batch), step=batch.step)
         done = batch.step + 1
         if held_out and (done == steps or (every and done % every == 0)):

@@ -1,8 +1,8 @@
 """From a job to what runs it: model graph, data, batches, and what a plan depends on.
 
     graph = job_graph(job)
-    loader = job_loader(job, job_datasets(job)["train"])
-    planning = place(job, graph, loader, costs)
+    loaders = job_loaders(job, job_datasets(job)["train"])
+    planning = place(job, graph, job_sample(job, loaders), costs, budget_bytes)
 
 The same functions serve every command, so that `plan` shows what `train` will do.
 """
@@ -10,6 +10,8 @@ The same functions serve every command, so that `plan` shows what `train` will d
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -20,8 +22,10 @@ from pipeweaver.data.config import CustomData, DataConfig, DigitsData, JsonLines
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Batch
 from pipeweaver.data.loader import Loader
-from pipeweaver.model.build import build_graph
+from pipeweaver.data.tasks import joined
+from pipeweaver.model.build import TaskWeights, build_graph
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.model.part import seed_of
 from pipeweaver.planner.assign import share_out
 from pipeweaver.policies import POLICIES
 from pipeweaver.runtime.ahead import Planning
@@ -36,60 +40,68 @@ SAMPLE_DRAWS = 10_000
 
 
 def job_graph(job: Job) -> ModelGraph:
-    return build_graph(job.modules, job.flows, job.task.loss_weights)
+    weights = {name: TaskWeights(task.weight, task.loss_weights) for name, task in job.tasks.items()}
+    return build_graph(job.modules, job.flows, weights)
 
 
-def job_datasets(job: Job) -> dict[Data, Dataset]:
-    """Data to train on and, where the job has some, to evaluate on. Paths in the job are relative to its file."""
+def job_datasets(job: Job) -> dict[Data, dict[str, Dataset]]:
+    """Data of each task to train on and, where it has some, to evaluate on. Paths in the job are relative to its file."""
     folder = Path(job.path).parent
-    datasets: dict[Data, Dataset] = {"train": build_dataset(job.data, "train", seed=job.run.seed, folder=folder)}
-    if _has_held_out(job.data):
-        datasets["held-out"] = build_dataset(job.data, "held-out", seed=job.run.seed, folder=folder)
+    datasets: dict[Data, dict[str, Dataset]] = {"train": {}}
+    for name, task in job.tasks.items():
+        for split in ("train", "held-out") if _has_held_out(task.data) else ("train",):
+            dataset = build_dataset(task.data, split, seed=task_seed(job, name), folder=folder)
+            datasets.setdefault(split, {})[name] = dataset
     return datasets
 
 
-def job_loader(job: Job, dataset: Dataset) -> Loader:
-    """Batches to train on, endlessly, shuffled by the run's seed."""
-    return Loader(
-        dataset,
-        backbone=job.task.backbone,
-        tokens_per_microbatch=job.task.tokens_per_microbatch,
-        microbatches=job.task.microbatches,
-        task=job.task.name,
-        seed=job.run.seed,
-        max_items=job.task.max_items,
-        too_long=job.task.too_long,
-    )
+def task_seed(job: Job, task: str) -> int:
+    """Each task draws for itself, even where two have the same data."""
+    return seed_of(job.run.seed, task) % 2**32
 
 
-def held_out_batches(job: Job, dataset: Dataset) -> list[Batch]:
-    """All held-out samples, each once, always in the same batches."""
-    return list(held_out_loader(job, dataset))
+def job_loaders(job: Job, datasets: Mapping[str, Dataset], data: Data = "train") -> dict[str, Loader]:
+    """Each task's batches: to train on, endlessly, shuffled by its seed; or all held-out samples once, in order."""
+    loaders = {}
+    for name, dataset in datasets.items():
+        task = job.tasks[name]
+        loaders[name] = Loader(
+            dataset,
+            backbone=task.backbone,
+            tokens_per_microbatch=task.tokens_per_microbatch,
+            microbatches=task.microbatches,
+            task=name,
+            seed=task_seed(job, name),
+            shuffle=data == "train",
+            epochs=None if data == "train" else 1,
+            max_items=task.max_items,
+            too_long=task.too_long,
+        )
+    return loaders
 
 
-def held_out_loader(job: Job, dataset: Dataset) -> Loader:
-    return Loader(
-        dataset,
-        backbone=job.task.backbone,
-        tokens_per_microbatch=job.task.tokens_per_microbatch,
-        microbatches=job.task.microbatches,
-        task=job.task.name,
-        shuffle=False,
-        epochs=1,
-        max_items=job.task.max_items,
-        too_long=job.task.too_long,
-    )
+def held_out_batches(loaders: Mapping[str, Loader]) -> list[Batch]:
+    """All held-out samples, each once, always in the same batches, of every task that still has some."""
+    rounds = zip_longest(*loaders.values())
+    return [joined([batch for batch in found if batch is not None], step) for step, found in enumerate(rounds)]
 
 
-def sample_batches(loader: Loader, graph: ModelGraph) -> list[Batch]:
-    """The first batches of the run, and behind them the first that have items of modules still missing.
+def job_sample(job: Job, loaders: Mapping[str, Loader], tasks: Collection[str] = ()) -> list[Batch]:
+    """Batches of `tasks`, by default all, joined: what costs are measured on and a placement is made for."""
+    samples = [sample_batches(loaders[task], job.tasks[task].modules) for task in tasks or job.tasks]
+    rounds = ([batch for batch in found if batch is not None] for found in zip_longest(*samples))
+    return [joined(batches, batches[0].step) for batches in rounds]
+
+
+def sample_batches(loader: Loader, modules: Collection[str]) -> list[Batch]:
+    """A task's first batches, and behind them the first that have items of those of its modules still missing.
 
     Changes nothing about the loader. Raises ValueError if an epoch (of endless data: `SAMPLE_DRAWS` samples) has no
     item of some module.
     """
     first = cursor = loader.cursor
     draws = SAMPLE_DRAWS if cursor.num_records is None else cursor.num_records
-    missing = {module.name for module in graph.modules}
+    missing = set(modules)
     batches: list[Batch] = []
     while len(batches) < SAMPLE_BATCHES or (missing and cursor.draw - first.draw < draws):
         batch, cursor = loader.draw(cursor)
@@ -107,13 +119,13 @@ def sample_batches(loader: Loader, graph: ModelGraph) -> list[Batch]:
     return batches
 
 
-def place(job: Job, graph: ModelGraph, loader: Loader, costs: Costs, budget_bytes: int | None) -> Planning:
-    """Chunks on workers, from the first batches of the run, and all else that plans depend on.
+def place(job: Job, graph: ModelGraph, batches: Sequence[Batch], costs: Costs, budget_bytes: int | None) -> Planning:
+    """Chunks on workers, from a sample of batches, and all else that plans depend on.
 
-    Changes nothing about the loader. Raises ValueError if the policy cannot place the model.
+    Raises ValueError if the policy cannot place the model.
     """
     replicas = job.workers.replicas
-    shares = [share for batch in sample_batches(loader, graph) for share in share_out(graph, batch, replicas, costs)]
+    shares = [share for batch in batches for share in share_out(graph, batch, replicas, costs)]
     policy = POLICIES[job.policy.name]
     placement = policy.place(
         graph,

@@ -86,22 +86,18 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
     offsets = clock_offsets()
     graph = prepare.job_graph(job)
     datasets = prepare.job_datasets(job)
-    loads = {data: partial(load_part, {job.task.name: dataset}) for data, dataset in datasets.items()}
+    loads = {data: partial(load_part, of_tasks) for data, of_tasks in datasets.items()}
     with exchange.heartbeat() if membership.is_first else nullcontext():
-        loader = prepare.job_loader(job, datasets["train"])
-        costs = None if job.run.plans else _costs(job, graph, loader, loads["train"], transport, exchange)
+        loaders = {data: prepare.job_loaders(job, of_tasks, data) for data, of_tasks in datasets.items()}
+        costs = None if job.run.plans else _costs(job, graph, loaders["train"], loads["train"], transport, exchange)
         first = None
         if membership.is_first:
             corrections = Corrections()
             with _failure_told(job, exchange):
                 if costs is None:
-                    loaders: dict[Data, Loader] = {"train": loader}
-                    if "held-out" in datasets:
-                        loaders["held-out"] = prepare.held_out_loader(job, datasets["held-out"])
                     orders, placement = replayed_orders(job, graph, loaders, budget_bytes)
                 else:
-                    held_out = datasets.get("held-out")
-                    orders, placement = planned_orders(job, graph, loader, held_out, costs, corrections, budget_bytes)
+                    orders, placement = planned_orders(job, graph, loaders, costs, corrections, budget_bytes)
             _publish(job, exchange, Setup(job=prepare.fingerprint(job), placement=placement))
             ahead_ns, cores = [offset.ahead_ns for offset in offsets], membership.helper_cores
             first = FirstRank(job, exchange, graph, orders, corrections, observers, ahead_ns, cores)
@@ -150,7 +146,12 @@ class FirstRank:
         self._job = job
         self._corrections = corrections
         self._observers = observers
-        self._weights = {module.name: module.loss.weight for module in graph.modules if module.loss}
+        self._weights = {
+            f"{task}/{module.name}": module.loss.weight_in(task)
+            for module in graph.modules
+            if module.loss is not None
+            for task in job.tasks
+        }
         self._evaluating: list[Collected] = []
         self._last_metrics: StepMetrics | None = None
         self._last_evaluation: Evaluation | None = None
@@ -232,12 +233,17 @@ def _budget_bytes(job: Job, device: torch.device) -> int | None:
 
 
 def _costs(
-    job: Job, graph: ModelGraph, loader: Loader, load: Load, transport: ProcessTransport, exchange: Exchange
+    job: Job,
+    graph: ModelGraph,
+    loaders: Mapping[str, Loader],
+    load: Load,
+    transport: ProcessTransport,
+    exchange: Exchange,
 ) -> TableCosts | None:
     """Costs on the first rank; all workers measure them together if that was not done before."""
     return calibrated_costs(
         graph,
-        prepare.sample_batches(loader, graph),
+        prepare.job_sample(job, loaders),
         load,
         transport=transport,
         exchange=exchange,

@@ -16,6 +16,7 @@ from itertools import islice
 from pipeweaver.cluster import format_bytes
 from pipeweaver.config import Job
 from pipeweaver.data.items import linked
+from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.schedule.ir import Action, Compute, Free, Plan
@@ -70,19 +71,19 @@ def estimate(job: Job, machine: str, *, tensor_parallel: int = 1, step: int = 0)
     """
     device = load_machine(machine)
     graph = prepare.job_graph(job)
-    dataset = prepare.job_datasets(job)["train"]
-    loader = prepare.job_loader(job, dataset)
+    datasets = prepare.job_datasets(job)["train"]
+    loaders = prepare.job_loaders(job, datasets)
     costs = SemuCosts(
         graph,
         device,
         tensor_parallel=tensor_parallel,
         dtype=job.run.dtype,
-        widths=dataset.widths,
+        widths={name: width for dataset in datasets.values() for name, width in dataset.widths.items()},
         workers=job.workers.pipeline,
     )
     budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
-    planning = prepare.place(job, graph, loader, costs, budget)
-    plans = plan_batch(planning, next(islice(loader, step, None)))
+    planning = prepare.place(job, graph, prepare.job_sample(job, loaders), costs, budget)
+    plans = plan_batch(planning, next(islice(TaskBatches(loaders), step, None)))
     flops: dict[str, float] = {}
     for plan in plans:
         sources = linked(plan.items, plan.links)

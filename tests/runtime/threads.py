@@ -134,8 +134,7 @@ class SingleProcess:
             group["lr"] = self.config.lr if rate is None else rate
         self.optimizer.step()
         units = count_units(self.graph, items)
-        losses = {f"{task}/{m.name}": 0.0 for task in {i.task for i in items} for m in self.graph.modules if m.loss}
-        return losses | {key: loss.item() / max(1, units[key]) for key, loss in outcome.losses.items()}
+        return {key: loss.item() / max(1, units[key]) for key, loss in outcome.losses.items()}
 
 
 def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

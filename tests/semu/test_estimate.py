@@ -16,8 +16,8 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits.toml"
 SMALL = [
     "model.vision.layers=2",
     "model.language.layers=2",
-    "task.microbatches=2",
-    "task.tokens_per_microbatch=512",
+    "tasks.main.microbatches=2",
+    "tasks.main.tokens_per_microbatch=512",
     "policy.name=1f1b",
 ]
 

@@ -6,7 +6,6 @@ from pipeweaver.data.dataset import Bound
 from pipeweaver.data.items import Item, Sample
 from pipeweaver.data.loader import Loader
 from pipeweaver.runtime.prepare import SAMPLE_BATCHES, SAMPLE_DRAWS, sample_batches
-from tests.model.examples import vision_language
 
 
 class Texts:
@@ -40,24 +39,24 @@ def images(batches):
 
 
 def test_the_first_batches_suffice_if_they_have_items_of_all_modules():
-    found = sample_batches(loader(None, 3), vision_language())
+    found = sample_batches(loader(None, 3), ("vision", "language"))
     assert [batch.step for batch in found] == list(range(SAMPLE_BATCHES))
 
 
 @pytest.mark.parametrize("num_records", [None, 500])
 def test_the_first_batch_with_items_of_a_missing_module_comes_after_the_first_batches(num_records):
     batches = loader(num_records, 301)
-    found = sample_batches(batches, vision_language())
+    found = sample_batches(batches, ("vision", "language"))
     assert [batch.step for batch in found] == [*range(SAMPLE_BATCHES), 150]
     assert images(found) == [0] * SAMPLE_BATCHES + [1]
     assert batches.cursor.step == 0 and batches.peek().step == 0  # the run begins where it would have
 
 
 def test_an_epoch_is_looked_through_to_its_end_whatever_its_order():
-    assert images(sample_batches(loader(100, 40, shuffle=True), vision_language()))[-1] == 1
+    assert images(sample_batches(loader(100, 40, shuffle=True), ("vision", "language")))[-1] == 1
 
 
 @pytest.mark.parametrize(("num_records", "draws"), [(None, SAMPLE_DRAWS), (100, 100)])
 def test_a_module_that_no_sample_has_an_item_for_is_told(num_records, draws):
     with pytest.raises(ValueError, match=rf"model.vision: none of {draws} samples has an item for it"):
-        sample_batches(loader(num_records), vision_language())
+        sample_batches(loader(num_records), ("vision", "language"))

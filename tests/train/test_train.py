@@ -13,7 +13,7 @@ from pipeweaver.config import load
 from pipeweaver.report.metrics import read_metrics
 from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.orders import recorded_entries, replayed_orders
-from pipeweaver.runtime.prepare import held_out_loader, job_datasets, job_graph, job_loader
+from pipeweaver.runtime.prepare import job_datasets, job_graph, job_loaders
 from pipeweaver.runtime.recorded import read_index
 from tests.train.processes import alive, children, environment, wait_for
 
@@ -63,12 +63,12 @@ warmup_steps = 2
 [costs]
 correct = false
 
-[task]
+[tasks.main]
 backbone = "language"
 tokens_per_microbatch = 512
 microbatches = 1
 
-[task.data]
+[tasks.main.data]
 type = "digits"
 held_out_records = 7
 """
@@ -221,7 +221,7 @@ Execution.perform = stop
 def start_and_stop(folder, name, **how):
     folder.mkdir()
     (folder / "break.py").write_text(STOP_IN_STEP.replace("SIGNAL", name))
-    settings = ["workers.pipeline=2", "task.microbatches=3"]
+    settings = ["workers.pipeline=2", "tasks.main.microbatches=3"]
     if name == "SIGSTOP":
         settings.append("run.watchdog_s=5")
     process = start(folder, *settings, num_workers=2, **how)
@@ -299,8 +299,10 @@ def test_a_worker_that_dies_before_the_first_step_is_told_in_lines(tmp_path):
             ["run.seed=1"],
             r"000001.json.gz is no plan for this job: it has item main/0/\w+/0 of sizes .* are data, seed",
         ),
-        (["task.data.held_out_records=2"], "is no plan for this job: the job's data has no record 2 of task main"),
-        (["task.name=other"], "is no plan for this job: the job's data has no record 0 of task main"),
+        (
+            ["tasks.main.data.held_out_records=2"],
+            "is no plan for this job: the job's data has no record 2 of task main",
+        ),
         (["model.language.layers=3"], "is no plan for this job: stages"),
         (["run.dtype=float32"], "is no plan for this job: edges"),
         (["workers.pipeline=2"], "was recorded with 1 replicas of 1 workers; this job has 1 of 2"),
@@ -308,8 +310,7 @@ def test_a_worker_that_dies_before_the_first_step_is_told_in_lines(tmp_path):
 )
 def test_plans_are_replayed_for_the_job_they_were_made_for(single, settings, words):
     job = load(single / "job.toml", [f"run.plans={single}/out/plans", *settings])
-    datasets = job_datasets(job)
-    loaders = {"train": job_loader(job, datasets["train"]), "held-out": held_out_loader(job, datasets["held-out"])}
+    loaders = {data: job_loaders(job, of_tasks, data) for data, of_tasks in job_datasets(job).items()}
 
     def replayed():
         orders, _ = replayed_orders(job, job_graph(job), loaders, None)
