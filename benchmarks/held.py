@@ -126,8 +126,8 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
                 frees[last] += amount
     order = topological_order(held)
     assert order is not None, "checked when it was made"
-    place = np.zeros(count, np.int64)
-    place[order] = np.arange(count)
+    urgency = np.zeros(count, np.int64)
+    urgency[order] = np.arange(count)
     source, target, lag = np.array(lags, np.int64).reshape(-1, 3).T.copy()
     has_followers = np.bincount(source, minlength=count) > 0
     gives = (takes == 0) & (frees > 0)
@@ -145,6 +145,6 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
         takes=takes,
         frees=frees,
         passing=passing,
-        place=place,
+        urgency=urgency,
     )
     return problem, None if held.limits is None else np.array(held.limits, np.int64)

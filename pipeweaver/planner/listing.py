@@ -78,16 +78,19 @@ def list_schedule(
     limits: Ints | None = None,
     tails: Ints | None = None,
     cutoff_ns: int = NEVER,
+    reference: Ints | None = None,
 ) -> Schedule | None:
     """Schedule all stages by `rank` [n], the lowest first; None as soon as it cannot end before `cutoff_ns`.
 
     `limits` [P]: bytes that each worker may use, None for no limit. `tails` [n]: ns from the start of a stage to the
-    end of the step, for the cutoff. Groups are let in by the rank of their first stage. Raises LimitError.
+    end of the step, for the cutoff. Groups are let in by the rank of their first stage. `reference` [n] is a sequence
+    of all stages that keeps to the limits, by default the groups' own. Raises LimitError.
     """
     limited = limits is not None and exceeds(problem, limits)
     bounds = limits if limits is not None and limited else np.zeros(problem.num_workers, np.int64)
     order = group_order(problem, rank)
-    reference = reference_of(problem, order) if limited else problem.sequence
+    if reference is None:
+        reference = reference_of(problem, order) if limited else problem.sequence
     known = np.zeros(problem.num_stages, np.int64) if tails is None else tails
     start, sequence, outcome = _run(
         problem,
@@ -257,6 +260,14 @@ def _run(  # type: ignore[no-untyped-def]
                 kind = problem.gives[t]
                 _push(queue[kind], base[w], in_queue[kind, w], t, rank)
                 in_queue[kind, w] += 1
+            if patience > 0 and in_future[w] > 0:
+                now = _awaited(problem, rank, patience, queue, in_queue, future[base[w]], base[w], w, now, ready)
+                while in_future[w] > 0 and ready[future[base[w]]] <= now:
+                    t = _pop(future, base[w], in_future[w], ready)
+                    in_future[w] -= 1
+                    kind = problem.gives[t]
+                    _push(queue[kind], base[w], in_queue[kind, w], t, rank)
+                    in_queue[kind, w] += 1
             # 3. Which kind first, and of it the first that may start.
             first = 0 if in_queue[0, w] > 0 else 1
             if in_queue[0, w] > 0 and in_queue[1, w] > 0:
@@ -297,16 +308,7 @@ def _run(  # type: ignore[no-untyped-def]
                 if s >= 0:
                     break
             refused_by[w] = refusal if s < 0 else -1
-        # 4. A better one that is about to come? (Only where memory does not matter.)
-        if patience > 0 and not limited and in_future[w] > 0:
-            t = future[base[w]]
-            if rank[t] < rank[s] and ready[t] < now + np.int64(patience * duration[s]):
-                _pop(future, base[w], in_future[w], ready)
-                in_future[w] -= 1
-                _push(queue[problem.gives[s]], base[w], in_queue[problem.gives[s], w], s, rank)
-                in_queue[problem.gives[s], w] += 1
-                s, now = t, ready[t]
-        # 5. Run it.
+        # 4. Run it.
         if now + tails[s] >= cutoff:
             return start, sequence, _CUT
         start[s], sequence[scheduled] = now, s
@@ -333,6 +335,18 @@ def _run(  # type: ignore[no-untyped-def]
                         refused_by[other] = -1
                         allowed_at[other] = max(allowed_at[other], end if changed == w else now)
     return start, sequence, _DONE
+
+
+@numba.njit(cache=True)
+def _awaited(problem, rank, patience, queue, in_queue, coming, base, w, now, ready):  # type: ignore[no-untyped-def]
+    """When worker w decides: now, or as soon as the stage `coming` may start, if that is soon and of lower rank."""
+    top = -1
+    for kind in range(2):
+        if in_queue[kind, w] > 0 and (top < 0 or rank[queue[kind, base]] < rank[top]):
+            top = queue[kind, base]
+    if top >= 0 and rank[coming] < rank[top] and ready[coming] < now + np.int64(patience * problem.duration_ns[top]):
+        return ready[coming]
+    return now
 
 
 @numba.njit(cache=True)

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from pipeweaver.schedule.ir import Strategy
+
 Balance = Literal["cost", "parameters"]
 
 
@@ -22,6 +24,9 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     `chunks_per_worker` (`dynamic`): K of a module. `items_per_part`: B of a module, the most items that a part
     takes; a module that is not named keeps the items of a microbatch together, or is left to `dynamic`.
     `even_parts`: parts of one microbatch are made even in number of items, or in cost.
+    `regroup` (`dynamic`): samples may be grouped into other microbatches than they were drawn in.
+    `split_backward` (`dynamic`): backwards may be split into input and weight gradients. `strategies` (`dynamic`):
+    the memory strategies that it may use where the budget calls for it; "keep" it may always.
     """
 
     balance: Balance = "cost"
@@ -30,6 +35,9 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunks_per_worker: dict[str, int] = {}
     items_per_part: dict[str, int] = {}
     even_parts: Literal["items", "cost"] = "items"
+    regroup: bool = False
+    split_backward: bool = False
+    strategies: tuple[Strategy, ...] = ("recompute", "recompute-attention")
 
     def __post_init__(self) -> None:
         if self.pieces_per_worker < 1:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -93,12 +94,11 @@ def make_problem(
     frees: Ints,
     passing: Ints,
     elsewhere: Effects = NO_EFFECTS,
-    place: Ints | None = None,
+    urgency: Ints,
 ) -> Problem:
     """A problem from its dependencies (source, target, lag) and memory by stage.
 
-    `place` [n] orders the stages of each group in the reference (by default their numbers); it must respect the
-    dependencies.
+    In the reference, of the stages of a group that could be next the one with the lowest `urgency` [n] is.
     """
     size = len(worker)
     forward = np.argsort(source, kind="stable")
@@ -106,7 +106,12 @@ def make_problem(
     stage = np.concatenate([np.arange(size), elsewhere.stage])
     zeros = np.zeros(len(elsewhere.stage), np.int64)
     by_stage = np.argsort(stage, kind="stable")
-    sequence = np.lexsort((np.arange(size) if place is None else place, group))
+    successor_start = starts(np.bincount(source, minlength=size))
+    rank = np.empty(size, np.int64)
+    rank[np.lexsort((np.arange(size), urgency, group))] = np.arange(size)
+    sequence = _reference(successor_start, target[forward], np.bincount(target, minlength=size), rank)
+    assert len(sequence) == size, "stages wait for each other in a circle"
+    assert (np.diff(group[sequence]) >= 0).all(), "groups depend on each other"
     return Problem(
         num_workers=num_workers,
         worker=worker,
@@ -114,7 +119,7 @@ def make_problem(
         group=group,
         gives=gives,
         late=late,
-        successor_start=starts(np.bincount(source, minlength=size)),
+        successor_start=successor_start,
         successor=target[forward],
         lag_ns=lag_ns[forward],
         predecessor_start=starts(np.bincount(target, minlength=size)),
@@ -170,3 +175,53 @@ def groups_of(num_stages: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
         parent[root(a)] = root(b)
     numbers: dict[int, int] = {}
     return [numbers.setdefault(root(i), len(numbers)) for i in range(num_stages)]
+
+
+@numba.njit(cache=True)
+def _reference(successor_start, successor, waiting, rank):  # type: ignore[no-untyped-def]
+    """All stages after what they wait for, of those that could be next always the one of lowest rank."""
+    n = len(rank)
+    stage_of = np.empty(n, np.int64)
+    for s in range(n):
+        stage_of[rank[s]] = s
+    heap, size, order, known = np.empty(n, np.int64), 0, np.empty(n, np.int64), 0
+    for s in range(n):
+        if waiting[s] == 0:
+            size = _push(heap, size, rank[s])
+    while size > 0:
+        s = stage_of[heap[0]]
+        size = _pop(heap, size)
+        order[known] = s
+        known += 1
+        for i in range(successor_start[s], successor_start[s + 1]):
+            t = successor[i]
+            waiting[t] -= 1
+            if waiting[t] == 0:
+                size = _push(heap, size, rank[t])
+    return order[:known]
+
+
+@numba.njit(cache=True)
+def _push(heap, size, key):  # type: ignore[no-untyped-def]
+    child = size
+    while child > 0 and heap[(child - 1) // 2] > key:
+        heap[child] = heap[(child - 1) // 2]
+        child = (child - 1) // 2
+    heap[child] = key
+    return size + 1
+
+
+@numba.njit(cache=True)
+def _pop(heap, size):  # type: ignore[no-untyped-def]
+    size -= 1
+    key, parent = heap[size], 0
+    while 2 * parent + 1 < size:
+        child = 2 * parent + 1
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if key <= heap[child]:
+            break
+        heap[parent] = heap[child]
+        parent = child
+    heap[parent] = key
+    return size

@@ -24,6 +24,14 @@ def layers_on(graph: ModelGraph, placement: Placement, worker: int) -> tuple[str
     return tuple(dict.fromkeys(names))
 
 
+def static_bytes(graph: ModelGraph, placement: Placement, costs: Costs) -> tuple[int, ...]:
+    """What each worker holds throughout: parameters, gradients, optimizer state."""
+    return tuple(
+        sum(costs.static_bytes(layer) for layer in layers_on(graph, placement, worker))
+        for worker in range(placement.workers)
+    )
+
+
 def parameter_groups(graph: ModelGraph, placement: Placement, costs: Costs) -> tuple[ParameterGroup, ...]:
     """Trainable layers, and tied parameters, by the workers that hold them, in the order of the first holder.
 

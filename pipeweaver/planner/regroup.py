@@ -1,0 +1,59 @@
+"""Regroup the samples of a share: into fewer microbatches, or into ones of equal work.
+
+The batch stays the same set, so its gradient does too; only what is processed together changes. Larger microbatches run
+more efficiently and fill the pipeline more slowly; equal ones need less memory at their peak. Example, samples of
+cost 9, 1, 5, 5 in two microbatches that hold two each:
+
+    as drawn   9 1 | 5 5         merged   9 1 5 5         by cost, samples of cost 9, 8, 2, 1 drawn as 9 8 | 2 1:   9 1 | 8 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pipeweaver.data.items import Share
+
+
+def merged(share: Share, count: int) -> Share:
+    """`count` neighbouring microbatches in one; the last one may be smaller."""
+    groups = share.microbatches
+    return msgspec.structs.replace(
+        share,
+        microbatches=tuple(
+            tuple(item for group in groups[first : first + count] for item in group)
+            for first in range(0, len(groups), count)
+        ),
+    )
+
+
+def evened(share: Share, item_costs: Sequence[int], backbone: str) -> Share:
+    """As many microbatches of about equal cost, none with more rows of the backbone than the largest one drawn.
+
+    The costliest samples go first, each to the microbatch with the least cost that has room; the share as it is if
+    a sample finds none. `item_costs`: one number per item.
+    """
+    samples: dict[tuple[str, int], list[int]] = {}
+    for group in share.microbatches:
+        for i in group:
+            samples.setdefault((share.items[i].task, share.items[i].draw), []).append(i)
+
+    def rows(items: Sequence[int]) -> int:
+        return sum(share.items[i].sizes["tokens"] for i in items if share.items[i].module == backbone)
+
+    room = max((rows(group) for group in share.microbatches), default=0)
+    count = len(share.microbatches)
+    chosen: list[list[list[int]]] = [[] for _ in range(count)]
+    cost, taken = [0] * count, [0] * count
+    sized = [(sum(item_costs[i] for i in items), rows(items), items) for items in samples.values()]
+    for spent, needed, items in sorted(sized, key=lambda one: (-one[0], one[2][0])):
+        fitting = [g for g in range(count) if taken[g] + needed <= room]
+        if not fitting:
+            return share
+        g = min(fitting, key=lambda g: (cost[g], g))
+        chosen[g].append(items)
+        cost[g] += spent
+        taken[g] += needed
+    groups = (sorted(of) for of in chosen if of)
+    return msgspec.structs.replace(share, microbatches=tuple(tuple(i for items in of for i in items) for of in groups))
