@@ -191,6 +191,9 @@ _EFFECTIVE = {
     "chunks_per_worker": ("dynamic",),
     "items_per_part": ("dynamic",),
     "even_parts": ("dynamic",),
+    "regroup": ("dynamic",),
+    "split_backward": ("dynamic",),
+    "strategies": ("dynamic",),
 }
 """Policies that look at an option."""
 

@@ -71,9 +71,7 @@ class Search:
         nothing = np.zeros(size, np.int64)
         self.best = Schedule(start_ns=nothing, sequence=nothing, makespan_ns=NEVER if size else 0)
         if first is not None:
-            again = list_schedule(
-                problem, first.start_ns.astype(np.float64), limits=limits, reference=first.sequence
-            )
+            again = list_schedule(problem, first.start_ns.astype(np.float64), limits=limits, reference=first.sequence)
             assert again is not None, "there is no cutoff"
             self._keep(self._islands[0], again)
 

@@ -47,7 +47,11 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When each stage starts, ns [n], and the stages in the order of their starts [n]."""
+    """When each stage starts, ns [n], and the stages in the order in which they were decided on [n].
+
+    That is an order in which they can run one after the other within the limits; on each worker it is that of their
+    starts.
+    """
 
     start_ns: Ints
     sequence: Ints

@@ -34,10 +34,10 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     pieces_per_worker: int = 2
     chunks_per_worker: dict[str, int] = {}
     items_per_part: dict[str, int] = {}
-    even_parts: Literal["items", "cost"] = "items"
-    regroup: bool = False
-    split_backward: bool = False
-    strategies: tuple[Strategy, ...] = ("recompute", "recompute-attention")
+    even_parts: Literal["items", "cost"] = "cost"
+    regroup: bool = True
+    split_backward: bool = True
+    strategies: tuple[Strategy, ...] = ("recompute", "recompute-attention", "offload")
 
     def __post_init__(self) -> None:
         if self.pieces_per_worker < 1:

@@ -178,39 +178,6 @@ def modality_cuts(
     return cuts
 
 
-def even_out(
-    cuts: Mapping[str, Sequence[int]], per_layer: Mapping[str, Sequence[int]], workers: int
-) -> dict[str, tuple[int, ...]]:
-    """Move single cuts by a layer as long as that makes the workers' sums over all modules more even.
-
-    More even: a smaller largest sum, then a smaller sum of squares. Modules on fewer workers stay as they are.
-    """
-    moved = {name: list(found) for name, found in cuts.items()}
-
-    def unevenness() -> tuple[int, int]:
-        loads = [0] * workers
-        for name, found in moved.items():
-            if len(found) > workers:
-                for j, (a, b) in enumerate(pairwise(found)):
-                    loads[j % workers] += sum(per_layer[name][a:b])
-        return max(loads), sum(load * load for load in loads)
-
-    best, again = unevenness(), True
-    while again:
-        again = False
-        for found in moved.values():
-            for j in range(1, len(found) - 1 if len(found) > workers else 0):
-                for step in (-1, 1):
-                    if found[j - 1] < found[j] + step < found[j + 1]:
-                        found[j] += step
-                        now = unevenness()
-                        if now < best:
-                            best, again = now, True
-                        else:
-                            found[j] -= step
-    return {name: tuple(found) for name, found in moved.items()}
-
-
 def laid_out(
     graph: ModelGraph,
     workers: int,

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from pipeweaver.costs import Costs
-from pipeweaver.data.items import Share, linked
+from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.partition import split
-from pipeweaver.schedule.ir import Chunk, Part, Placement
+from pipeweaver.schedule.ir import Part, Placement
 
 Parts = tuple[tuple[Part, ...], ...]
 """For each chunk its parts."""
@@ -47,18 +46,6 @@ def cut_parts(
                 f"hold; it was made for {', '.join(f'{task}/{module}' for task, module in by_module)}"
             )
     return tuple(by_module[chunk.task, chunk.module] for chunk in placement.chunks)
-
-
-def single_item_costs(graph: ModelGraph, share: Share, costs: Costs) -> list[int]:
-    """Forward and backward nanoseconds of each item alone through its whole module."""
-    links = linked(share.items, share.links)
-    result = []
-    for item, sources in zip(share.items, links, strict=True):
-        layers = len(graph.by_name[item.module].layers)
-        whole = Chunk(task=item.task, module=item.module, start=0, stop=layers, worker=0)
-        stage = costs.stage(whole, [item], [sources])
-        result.append(stage.forward_ns + stage.backward_ns)
-    return result
 
 
 def _module_parts(

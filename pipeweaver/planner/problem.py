@@ -135,32 +135,6 @@ def make_problem(
     )
 
 
-def reversed_problem(problem: Problem) -> Problem:
-    """The same problem with time running backwards: what held from a to b holds from b to a."""
-    last = problem.sequence_start[-1]
-    return problem._replace(
-        successor_start=problem.predecessor_start,
-        successor=problem.predecessor,
-        lag_ns=problem.predecessor_lag_ns,
-        predecessor_start=problem.successor_start,
-        predecessor=problem.successor,
-        predecessor_lag_ns=problem.lag_ns,
-        gives=1 - problem.gives,
-        effect_takes=problem.effect_gives,
-        effect_gives=problem.effect_takes,
-        sequence=problem.sequence[::-1].copy(),
-        sequence_start=(last - problem.sequence_start[::-1]).copy(),
-        group=problem.num_groups - 1 - problem.group,
-    )
-
-
-def orders(problem: Problem, start_ns: Ints) -> tuple[Ints, ...]:
-    """Stages of each worker by their start; of equal ones the shorter first."""
-    by_start = np.lexsort((problem.duration_ns, start_ns))
-    worker = problem.worker[by_start]
-    return tuple(by_start[worker == w] for w in range(problem.num_workers))
-
-
 def groups_of(num_stages: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
     """A number for each stage, equal for stages that are joined by pairs, directly or not."""
     parent = list(range(num_stages))

@@ -13,8 +13,8 @@ from pipeweaver.data.digits import DigitsDataset
 from pipeweaver.data.loader import Loader
 from pipeweaver.planner.assign import share_out, single_share
 from pipeweaver.planner.options import PolicyOptions
-from pipeweaver.planner.partition import even_out
-from pipeweaver.policies import POLICIES, dynamic
+from pipeweaver.planner.step_search import StepPlanner
+from pipeweaver.policies import POLICIES
 from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.verify import verify
 
@@ -52,23 +52,12 @@ def test_a_budget_that_suffices_for_one_microbatch_at_a_time_is_always_kept(name
     share = share_of(graph, counts)
     placement = DYNAMIC.place(graph, workers, costs, [share_of(graph, [2, 1])])
     free = planned(graph, placement, share, costs)
-    tightest = min(
-        max(compile_plan(graph, share, in_turn(graph, placement, share, costs, choice), costs).prediction.peak_bytes)
-        for choice in dynamic._choices(dynamic._Problem(graph, placement, share, costs, PolicyOptions(), "float32"))
-    )
+    _, leanest = StepPlanner(graph, placement, share, costs, budget_bytes=0).leanest()
+    tightest = max(leanest.prediction.peak_bytes)
     budget = tightest + int(generosity * max(0, max(free.prediction.peak_bytes) - tightest))
     planned(graph, placement, share, costs, budget_bytes=budget)
-
-
-def in_turn(graph, placement, share, costs, choice):
-    from pipeweaver.schedule.ir import Draft
-
-    orders = dynamic._one_after_the_other(choice.instance)
-    return Draft(
-        placement=placement,
-        parts=choice.parts,
-        order=tuple(tuple(choice.stages[i] for i in order) for order in orders),
-    )
+    with pytest.raises(ValueError, match=f"{tightest:,} bytes even with one microbatch at a time, 1 more than"):
+        planned(graph, placement, share, costs, budget_bytes=tightest - 1)
 
 
 def test_a_budget_that_nothing_fits_is_refused_with_worker_and_bytes():
@@ -95,21 +84,17 @@ def test_settings_of_the_user_are_kept():
     graph = graph_of("encoder", (8, 8))
     costs = flat_costs(graph)
     share = share_of(graph, [5, 7])
-    options = PolicyOptions(chunks_per_worker={"vision": 2, "language": 1}, items_per_part={"vision": 3})
+    options = PolicyOptions(
+        chunks_per_worker={"vision": 2, "language": 1}, items_per_part={"vision": 3}, even_parts="items", regroup=False
+    )
     placement = DYNAMIC.place(graph, 2, costs, [share], options)
     assert [chunk.module for chunk in placement.chunks] == ["vision"] * 4 + ["language"] * 2
     plan = planned(graph, placement, share, costs, options=options)
     assert [len(part.items) for part in plan.parts[0]] == [2, 3, 2, 2, 3]
     by_cost = planned(
-        graph, placement, share, costs, options=PolicyOptions(items_per_part={"vision": 3}, even_parts="cost")
+        graph, placement, share, costs, options=PolicyOptions(items_per_part={"vision": 3}, regroup=False)
     )
     assert len(by_cost.parts[0]) == len(plan.parts[0])
-
-
-def test_cuts_are_moved_until_workers_are_even():
-    cuts = even_out({"a": (0, 4, 8), "b": (0, 4, 8)}, {"a": [1] * 8, "b": [1] * 7 + [3]}, 2)
-    assert cuts in ({"a": (0, 5, 8), "b": (0, 4, 8)}, {"a": (0, 4, 8), "b": (0, 5, 8)})
-    assert even_out({"a": (0, 1)}, {"a": [5]}, 2) == {"a": (0, 1)}
 
 
 def test_dynamic_beats_the_static_policies_on_documents_with_images():

@@ -1,0 +1,138 @@
+"""What is chosen about a step before its order: a point on a few ladders, and its neighbours.
+
+    grouping   samples in the microbatches drawn, or evened out by cost; so many neighbouring microbatches in one
+    parts      into how many parts the fullest microbatch drawn is cut, of the module with most work to cut
+    level      how much of what it would keep a unit may hold (`leaning.py`)
+    split      whether backwards are split into input and weight gradients
+
+The search climbs from neighbour to neighbour (`step_search.py`). Example, ladder of parts 1, 2, 3, 4, 6:
+
+    (merge 1, parts 3, level 1)   ->   parts 4, parts 2, merge 2, evened out, not split
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from pipeweaver.costs import Costs
+from pipeweaver.data.items import Item, Share, linked
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.schedule.ir import Chunk
+
+T = TypeVar("T")
+
+MERGES = (1, 2, 4, 8)
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+LEVELS = (1.0, 0.85, 0.7, 0.55, 0.4, 0.2, 0.0)
+"""The ladders."""
+ASKED = 9
+"""Of items of one module that differ in size, so many are costed; the others lie between them."""
+
+
+class Choice(NamedTuple):
+    """`merge` microbatches in one, samples evened out by cost or not; the fullest in `parts` parts; the level of what
+    is kept; whether backwards are split."""
+
+    merge: int = 1
+    even: bool = False
+    parts: int = 1
+    level: float = 1.0
+    split: bool = False
+
+    @property
+    def cut(self) -> Choice:
+        """The choice without what units and edges do not depend on."""
+        return self._replace(level=1.0, split=False)
+
+
+class Ladders(NamedTuple):
+    """The values that a step may take."""
+
+    merges: tuple[int, ...] = (1,)
+    evens: tuple[bool, ...] = (False,)
+    parts: tuple[int, ...] = (1,)
+    levels: tuple[float, ...] = (1.0,)
+    splits: tuple[bool, ...] = (False,)
+
+    def neighbours(self, choice: Choice) -> Iterator[Choice]:
+        """Choices one step away, those that help most often first."""
+        for level in _beside(self.levels, choice.level):
+            yield choice._replace(level=level)
+        for parts in _beside(self.parts, choice.parts):
+            yield choice._replace(parts=parts)
+        for merge in _beside(self.merges, choice.merge):
+            yield choice._replace(merge=merge)
+        for even in _beside(self.evens, choice.even):
+            yield choice._replace(even=even)
+        for split in _beside(self.splits, choice.split):
+            yield choice._replace(split=split)
+
+
+def costliest(graph: ModelGraph, share: Share, costs: Costs) -> str | None:
+    """The module whose items are cut into parts: the one with most work of those with several items in a microbatch
+    and no joint loss."""
+    several: set[str] = set()
+    for group in share.microbatches:
+        counts = Counter(share.items[i].module for i in group)
+        several |= {name for name, count in counts.items() if count > 1}
+    joint = {module.name for module in graph.modules if module.loss is not None and module.loss.joint}
+    several -= joint
+    if len(several) < 2:
+        return next(iter(several), None)
+    work = dict.fromkeys(sorted(several), 0)
+    for item, cost in zip(share.items, item_costs(graph, share, costs), strict=True):
+        if item.module in work:
+            work[item.module] += cost
+    return max(work, key=work.__getitem__)
+
+
+def fullest(share: Share, module: str) -> int:
+    """Most items of a module in one microbatch."""
+    return max(sum(share.items[i].module == module for i in group) for group in share.microbatches)
+
+
+def backbone(graph: ModelGraph, share: Share) -> str:
+    """The module that every microbatch has items of, and a loss if possible; the last such one."""
+    present = [set(share.items[i].module for i in group) for group in share.microbatches]
+    names = [module.name for module in graph.modules if all(module.name in of for of in present)]
+    losses = [name for name in names if graph.by_name[name].loss is not None]
+    return (losses or names or [module.name for module in graph.modules])[-1]
+
+
+def item_costs(graph: ModelGraph, share: Share, costs: Costs) -> list[int]:
+    """Forward and backward of each item alone through its whole module, ns.
+
+    Of a module with many different items a few are asked for, and the others are put between them by their tokens:
+    what is done with these numbers is to make sums even.
+    """
+    sources = linked(share.items, share.links)
+    found = [0] * len(share.items)
+    by_module: dict[tuple[str, str], list[int]] = {}
+    for i, item in enumerate(share.items):
+        by_module.setdefault((item.task, item.module), []).append(i)
+    for members in by_module.values():
+        tokens = np.array([share.items[i].sizes["tokens"] for i in members], np.int64)
+        distinct, first = np.unique(tokens, return_index=True)
+        asked = np.unique(np.linspace(0, len(distinct) - 1, ASKED).round().astype(np.int64))
+        known = [_alone(graph, costs, share.items[members[first[k]]], sources[members[first[k]]]) for k in asked]
+        between = np.interp(tokens, distinct[asked], np.array(known, np.float64)).astype(np.int64).tolist()
+        for i, cost in zip(members, between, strict=True):
+            found[i] = cost
+    return found
+
+
+def _beside(ladder: Sequence[T], value: T) -> list[T]:
+    """The values next to one on its ladder, the one after it first."""
+    at = ladder.index(value)
+    return [*ladder[at + 1 : at + 2], *ladder[max(0, at - 1) : at]]
+
+
+def _alone(graph: ModelGraph, costs: Costs, item: Item, links: Sequence[Item]) -> int:
+    layers = len(graph.by_name[item.module].layers)
+    whole = Chunk(task=item.task, module=item.module, start=0, stop=layers, worker=0)
+    cost = costs.stage(whole, [item], [links])
+    return cost.forward_ns + cost.backward_ns

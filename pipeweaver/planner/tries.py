@@ -1,0 +1,138 @@
+"""A try: a step cut and costed by a choice, with a search over the order of its stages, and the plan of the best order.
+
+    one = make_try(step, choice, costs...)     units, strategies, problem, search
+    one.search.run(50)                         the search's own makespan
+    one.compiled("dynamic")                    draft and plan of its best order, kept until a better one is found
+
+The search does not know queues of transfers and copies; what a plan really takes and holds, its compiled form says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from pipeweaver.planner.choices import Choice
+from pipeweaver.planner.explore import Search
+from pipeweaver.planner.keeping import intervals_ns, kept_units
+from pipeweaver.planner.leaning import Strategies
+from pipeweaver.planner.problem import Ints
+from pipeweaver.planner.step_problem import StepProblem, step_problem
+from pipeweaver.schedule.compile import compile_flat
+from pipeweaver.schedule.flat import PHASES, FlatPlan
+from pipeweaver.schedule.ir import Draft, Stage
+from pipeweaver.schedule.stages import StepStages, UnitCosts
+
+
+@dataclass(kw_only=True)
+class Try:
+    """A choice with its stages and the search over their orders. `limits` [P]: bytes for stages, None for no limit."""
+
+    choice: Choice
+    step: StepStages
+    made: StepProblem
+    costs: UnitCosts
+    strategies: Sequence[Strategies]
+    limits: Ints | None
+    search: Search
+    _plan: tuple[int, Draft, FlatPlan] | None = field(default=None, init=False)
+
+    @property
+    def searched_ns(self) -> int:
+        """Makespan as the search knows it."""
+        return self.search.best.makespan_ns
+
+    @property
+    def busiest_ns(self) -> int:
+        """Time that the busiest worker computes."""
+        problem = self.made.problem
+        return int(np.bincount(problem.worker, weights=problem.duration_ns).max(initial=0))
+
+    def compiled(self) -> tuple[Draft, FlatPlan]:
+        """The best order so far as a draft and its plan."""
+        best = self.searched_ns
+        if self._plan is None or self._plan[0] != best:
+            orders = self.search.best.orders(self.made.problem)
+            draft = draft_of(self.step, self.made, orders, self.strategies)
+            self._plan = (best, draft, compile_flat(self.step, draft))
+        return self._plan[1:]
+
+
+def make_try(
+    step: StepStages,
+    choice: Choice,
+    *,
+    strategies: Sequence[Strategies],
+    costs: UnitCosts,
+    limits: Ints | None,
+    seed: int,
+) -> Try:
+    """A try with no rounds of search yet. `limits` [P]: what stages and reserve may hold. Raises LimitError."""
+    split = (costs.weight_ns > 0) & choice.split
+    made = step_problem(step, costs, split.astype(np.int64))
+    usable = None if limits is None else limits - made.reserve
+    search = Search(made.problem, usable, seed=seed)
+    return Try(choice=choice, step=step, made=made, costs=costs, strategies=strategies, limits=usable, search=search)
+
+
+def relaxed(one: Try, *, seed: int) -> Try | None:
+    """The try with units that keep all that they save where its best order leaves room; None if there is none."""
+    step, problem, schedule = one.step, one.made.problem, one.search.best
+    lean = np.array([u for u, chosen in enumerate(one.strategies) if chosen], np.int64)
+    if not len(lean) or not one.search.limited:
+        return None
+    index = np.full(3 * len(step), -1, np.int64)
+    index[one.made.number] = np.arange(len(one.made.number))
+    forward, backward = index[lean], index[len(step) + lean]
+    held, kept = one.costs, step.costs
+    copies = 2 * held.offload_ns[lean]
+    waited = np.maximum(0, copies - intervals_ns(problem, schedule, forward, backward))
+    added = held.backward_ns[lean] - kept.backward_ns[lean]
+    chosen = kept_units(
+        problem,
+        schedule,
+        one.search.limits,
+        forward=forward,
+        backward=backward,
+        more_bytes=kept.saved_bytes[lean] - held.saved_bytes[lean],
+        gain=waited + added + 0.01 * copies,
+    )
+    if not chosen.any():
+        return None
+    keeps = set(lean[chosen].tolist())
+    strategies = [() if u in keeps else given for u, given in enumerate(one.strategies)]
+    columns = []
+    for before, after in zip(held, kept, strict=True):
+        column = before.copy()
+        column[lean[chosen]] = after[lean[chosen]]
+        columns.append(column)
+    costs = UnitCosts(*columns)
+    made = step_problem(step, costs, one.made.split)
+    search = Search(made.problem, one.search.limits, seed=seed, first=schedule)
+    return Try(
+        choice=one.choice, step=step, made=made, costs=costs, strategies=strategies, limits=one.limits, search=search
+    )
+
+
+def draft_of(step: StepStages, made: StepProblem, orders: Sequence[Ints], strategies: Sequence[Strategies]) -> Draft:
+    """Orders of a problem's stages [P], and strategies of its units [U], as a draft."""
+    bounds = list(pairwise(step.units.start.tolist()))
+    return Draft(
+        placement=step.placement,
+        parts=step.parts,
+        order=tuple(_stages(step, made, order) for order in orders),
+        strategies=tuple(tuple(strategies[a:b]) for a, b in bounds) if any(strategies) else (),
+        forward_only=step.forward_only,
+    )
+
+
+def _stages(step: StepStages, made: StepProblem, order: Ints) -> tuple[Stage, ...]:
+    if not len(order):
+        return ()
+    third, unit = np.divmod(made.number[order], len(step))
+    phase = np.where(third == 0, 0, np.where(third == 2, 3, 1 + made.split[unit]))
+    chunk, part = step.units.chunk[unit].tolist(), step.units.part[unit].tolist()
+    return tuple(map(Stage, chunk, part, map(PHASES.__getitem__, phase.tolist())))
