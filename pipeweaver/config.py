@@ -188,12 +188,12 @@ _EFFECTIVE = {
     "balance": _STATIC,
     "encoder_first": _STATIC,
     "pieces_per_worker": ("interleaved-1f1b",),
-    "chunks_per_worker": ("dynamic",),
-    "items_per_part": ("dynamic",),
+    "chunks_per_worker": ("dynamic", "pipeweaver"),
+    "items_per_part": ("dynamic", "pipeweaver"),
     "even_parts": ("dynamic",),
     "regroup": ("dynamic",),
     "split_backward": ("dynamic",),
-    "strategies": ("dynamic",),
+    "strategies": ("dynamic", "pipeweaver"),
 }
 """Policies that look at an option."""
 

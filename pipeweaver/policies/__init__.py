@@ -9,13 +9,14 @@ All drafts go through the same compiler, verifier, emulator and runtime, so comp
 
 from __future__ import annotations
 
-from pipeweaver.policies import dynamic, gpipe, interleaved, one_f_one_b, wavefront
+from pipeweaver.policies import dynamic, gpipe, interleaved, one_f_one_b, pipeweaver, wavefront
 from pipeweaver.policies.policy import Policy
 
 POLICIES: dict[str, Policy] = {
     "gpipe": gpipe.POLICY,
     "1f1b": one_f_one_b.POLICY,
     "interleaved-1f1b": interleaved.POLICY,
+    "pipeweaver": pipeweaver.POLICY,
     "dynamic": dynamic.POLICY,
     **wavefront.POLICIES,
 }

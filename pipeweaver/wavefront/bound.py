@@ -13,6 +13,7 @@ from typing import NamedTuple
 import highspy
 import numpy as np
 
+from pipeweaver.highs import Silent
 from pipeweaver.wavefront.metagraph import MetaGraph
 
 NS_PER_UNIT = 1e6
@@ -89,9 +90,7 @@ class _Program:
         self.rows.append((entries, lower, upper))
 
     def minimise(self) -> float:
-        solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
+        solver = Silent()
         count = len(self.costs)
         no_rows, no_values = np.zeros(0, np.int32), np.zeros(0)
         infinite = np.full(count, highspy.kHighsInf)

@@ -1,0 +1,223 @@
+"""Plan a step as PipeWeaver does: order of segments, interleaving, memory strategies, again and again (section 3).
+
+1. A tree search proposes an order of the segments (`tree_search.py`, `segments.py`).
+2. A greedy dual queue interleaves the stages by that order, each with its leanest candidate: the worker that can start
+   soonest takes of a waiting forward and a waiting backward the kind that it did not run last, else what it has. This
+   is list scheduling with alternation (`listing.py`), which keeps out of corners under the memory budget.
+3. Each unit gets the candidate that suits the room that is left (`memory_program.py`). The score is the makespan of the
+   order under these.
+
+While orders are played out, step 3 is its greedy start, in compiled code; an order that is better than all before it
+gets the integer programs as well. Example of what comes out, two images in parts of one, K = 1:
+
+    worker 0   0F0 0F1 2F0 2B0 0B0 0B1        worker 1   1F0 1F1 3F0 3B0 1B0 1B1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pipeweaver.costs import Costs
+from pipeweaver.data.items import Share
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.candidates import Candidate, candidates
+from pipeweaver.planner.listing import LimitError, Rules, Schedule, list_schedule
+from pipeweaver.planner.memory_program import CandidateTable, candidate_table, greedy, slots_of, solve
+from pipeweaver.planner.options import DEFAULTS, PolicyOptions
+from pipeweaver.planner.parts import cut_parts
+from pipeweaver.planner.problem import Ints
+from pipeweaver.planner.segments import items_per_part, segment_groups
+from pipeweaver.planner.step_problem import step_problem
+from pipeweaver.planner.step_search import draft_of
+from pipeweaver.planner.tree_search import TreeSearch
+from pipeweaver.schedule.compile import compile_flat
+from pipeweaver.schedule.flat import FlatPlan
+from pipeweaver.schedule.groups import static_bytes
+from pipeweaver.schedule.ir import Draft, Placement, Strategy
+from pipeweaver.schedule.stages import Orders, StageGraph, StepStages, UnitCosts, unit_costs
+from pipeweaver.schedule.timing import time_stages
+
+ALTERNATE = Rules(tie_break="alternate")
+ATTEMPTS = 6
+"""How often limits are lowered by what a compiled plan exceeds its budget by, before one microbatch runs at a time."""
+
+
+class Scored(NamedTuple):
+    """An interleaved order with the candidates of its units [U], and its makespan under them."""
+
+    schedule: Schedule
+    choice: Ints
+    makespan_ns: int
+
+
+class SegmentPlanner:
+    """An anytime planner of one replica's step. `plan` compiles the best order so far.
+
+    `budget_bytes` is what each worker may hold, parameters included; None is unlimited. A round is a node of the search
+    tree with its play-outs. With equal arguments, the state after a number of rounds is always the same.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        placement: Placement,
+        share: Share,
+        costs: Costs,
+        *,
+        budget_bytes: int | None = None,
+        seed: int = 0,
+        forward_only: bool = False,
+        options: PolicyOptions = DEFAULTS,
+        dtype: str = "float32",
+    ) -> None:
+        self.budget_bytes, self.seed, self.rounds = budget_bytes, seed, 0
+        parts = cut_parts(graph, placement, share, items_per_part(graph, [share], costs) | options.items_per_part)
+        self.step = StepStages(graph, placement, share, parts, costs, dtype=dtype, forward_only=forward_only)
+        size = len(self.step)
+        self._static = np.array(static_bytes(graph, placement, costs), np.int64)
+        # Without a budget there is nothing to be lean for.
+        self._table = _table(self.step, () if budget_bytes is None else options.strategies)
+        self._leanest = self._table.leanest[self._table.kind]
+        self.made = step_problem(self.step, self._costs(self._leanest), np.zeros(size, np.int64))
+        index = np.full(3 * size, -1, np.int64)
+        index[self.made.number] = np.arange(len(self.made.number))
+        self._forward, self._backward = index[:size], np.where(self.step.learns, index[size : 2 * size], -1)
+        self._group, self._place = segment_groups(self.step, self.made)
+        self._limits = None if budget_bytes is None else budget_bytes - self._static - self._reserve()
+        self._best: Scored | None = None
+        first = np.arange(int(self._group.max(initial=-1)) + 1)
+        self._search: TreeSearch | None = None
+        with suppress(LimitError):  # Not even a lean microbatch fits alone, as far as is known: `plan` looks closer.
+            self._search = TreeSearch(self._score, first, seed=seed)
+
+    @property
+    def evaluations(self) -> int:
+        """Orders scored so far."""
+        return self._search.evaluations if self._search is not None else 0
+
+    def run(self, rounds: int) -> None:
+        """So many rounds more."""
+        self.rounds += rounds
+        if self._search is not None:
+            self._search.run(rounds)
+
+    def plan(self, policy: str = "pipeweaver") -> tuple[Draft, FlatPlan]:
+        """The best order as a draft and its plan, within the budget.
+
+        Raises ValueError, naming worker and bytes, if no plan is within the budget.
+        """
+        found, limits = self._best, self._limits
+        for _ in range(ATTEMPTS):
+            if found is None or self._search is None:
+                break
+            draft, plan = self._compiled(found.schedule.orders(self.made.problem), found.choice, policy)
+            assert plan.prediction is not None
+            if self.budget_bytes is None:
+                return draft, plan
+            excess = np.array(plan.prediction.peak_bytes, np.int64) - self.budget_bytes
+            if excess.max() <= 0:
+                return draft, plan
+            assert limits is not None
+            limits = limits - np.maximum(excess, 0)
+            try:
+                found = self._assigned(self._interleaved(self._search.best, limits), limits, exact=True)
+            except LimitError:
+                break
+        return self._in_turn(policy)
+
+    def score(self, order: Ints) -> int:
+        """Makespan of an order of the segment groups, memory strategies by the greedy choice, ns."""
+        return self._assigned(self._interleaved(order, self._limits), self._limits, exact=False).makespan_ns
+
+    def _score(self, order: Ints) -> int:
+        """The same for the search, which keeps the best."""
+        schedule = self._interleaved(order, self._limits)
+        scored = self._assigned(schedule, self._limits, exact=False)
+        if self._best is None or scored.makespan_ns < self._best.makespan_ns:
+            exact = self._assigned(schedule, self._limits, exact=True)
+            self._best = min(scored, exact, key=lambda one: one.makespan_ns)
+        return scored.makespan_ns
+
+    def _interleaved(self, order: Ints, limits: Ints | None) -> Schedule:
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        rank = (position[self._group] * (len(self._group) + 1) + self._place).astype(np.float64)
+        schedule = list_schedule(self.made.problem, rank, ALTERNATE, limits)
+        assert schedule is not None, "there is no cutoff"
+        return schedule
+
+    def _assigned(self, schedule: Schedule, limits: Ints | None, *, exact: bool) -> Scored:
+        """Candidates for the room that an order leaves, and the order timed under them."""
+        problem, table = self.made.problem, self._table
+        choice = np.zeros(len(self.step), np.int64)
+        if limits is not None and self._leanest.any():
+            slots = slots_of(problem, schedule.sequence, self._forward, self._backward)
+            choice = (solve if exact else greedy)(slots, table, limits)
+        duration = problem.duration_ns.copy()
+        learning = np.nonzero(self._backward >= 0)[0]
+        at = table.kind[learning], choice[learning]
+        duration[self._backward[learning]] = table.latency_ns[at] - self.step.costs.forward_ns[learning]
+        orders = schedule.orders(problem)
+        times = time_stages(
+            StageGraph(problem.worker, duration, problem.successor_start, problem.successor, problem.lag_ns),
+            Orders(
+                np.concatenate([np.zeros(1, np.int64), np.cumsum([len(order) for order in orders])]),
+                np.concatenate(orders) if orders else np.zeros(0, np.int64),
+                np.zeros(0, np.int64),
+            ),
+        )
+        return Scored(schedule, choice, int(times.end_ns.max(initial=0)))
+
+    def _in_turn(self, policy: str) -> tuple[Draft, FlatPlan]:
+        """One microbatch after the other, everything lean."""
+        assert self.budget_bytes is not None, "without limits every order will do"
+        problem = self.made.problem
+        at = problem.worker[problem.sequence]
+        orders = tuple(problem.sequence[at == w] for w in range(problem.num_workers))
+        draft, plan = self._compiled(orders, self._leanest, policy)
+        assert plan.prediction is not None
+        peak = max(plan.prediction.peak_bytes)
+        if peak > self.budget_bytes:
+            worker = plan.prediction.peak_bytes.index(peak)
+            raise ValueError(
+                f"no plan of step {self.step.share.step} fits: worker {worker} needs {peak:,} bytes even with one "
+                f"microbatch at a time, {peak - self.budget_bytes:,} more than the budget of {self.budget_bytes:,}; "
+                f"{int(self._static[worker]):,} of them are parameters, gradients and optimizer state; use more "
+                f"workers, smaller microbatches, or a larger budget"
+            )
+        return draft, plan
+
+    def _compiled(self, orders: Sequence[Ints], choice: Ints, policy: str) -> tuple[Draft, FlatPlan]:
+        strategies = [candidate.strategies for candidate in self._table.chosen(choice)]
+        draft = draft_of(self.step, self.made, orders, strategies)
+        draft = msgspec.structs.replace(draft, policy=policy, seed=self.seed, rounds=self.rounds)
+        return draft, compile_flat(self.step, draft)
+
+    def _costs(self, choice: Ints) -> UnitCosts:
+        return unit_costs([candidate.cost for candidate in self._table.chosen(choice)])
+
+    def _reserve(self) -> Ints:
+        """[P] bytes for what is on its way, to other workers or the host, whatever the candidates."""
+        most = [max(found, key=lambda candidate: candidate.cost.offloaded_bytes) for found in self._table.by_kind]
+        costs = unit_costs([most[kind].cost for kind in self._table.kind.tolist()])
+        return step_problem(self.step, costs, np.zeros(len(self.step), np.int64)).reserve
+
+
+def _table(step: StepStages, allowed: Sequence[Strategy]) -> CandidateTable:
+    """Candidates by kind: units that cost the same have the same."""
+    firsts: dict[tuple[int, bool], int] = {}
+    kinds = [
+        firsts.setdefault((number, bool(learns)), len(firsts))
+        for number, learns in zip(step.alike, step.learns.tolist(), strict=True)
+    ]
+    by_kind: list[Sequence[Candidate]] = [()] * len(firsts)
+    for unit, kind in enumerate(kinds):
+        if not by_kind[kind]:
+            layers = step.layer_strategies(unit) if allowed and step.learns[unit] else ()
+            by_kind[kind] = candidates(step.stage_costs[unit], layers, allowed)
+    return candidate_table(kinds, by_kind)
