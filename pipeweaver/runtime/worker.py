@@ -9,7 +9,7 @@ The same code runs on every transport. Nothing about shapes or order is decided 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from pipeweaver.runtime.reduce import Bucket, make_buckets
 from pipeweaver.runtime.stage import BuiltChunk, build_chunk
 from pipeweaver.runtime.transport import Transport
 from pipeweaver.runtime.watchdog import Watchdog
-from pipeweaver.schedule.ir import Chunk, Norm, ParameterGroup, Plan, Post, Reduce, Span, Wait
+from pipeweaver.schedule.ir import Action, Chunk, Norm, ParameterGroup, Plan, Post, Reduce, Span, Wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class Worker:
     `modules` are its layers by name, `parameters` their parameters by canonical name, tied ones once
     (`model.build`). `seed` is the run's, for the randomness of items. Without `optimizer` it only evaluates.
     `loads_ahead` parts are loaded ahead of their actions, in a thread: by default 2 on GPUs, none on CPUs.
+    A rehearsal has its own `build`, for chunks that compute nothing, and waits in `after`, called after every action.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Worker:
         dtype: torch.dtype = torch.float32,
         watchdog: Watchdog | None = None,
         loads_ahead: int | None = None,
+        build: Callable[[ModelGraph, Chunk, Mapping[str, nn.Module]], BuiltChunk] = build_chunk,
+        after: Callable[[Action], None] | None = None,
     ) -> None:
         self.graph = graph
         self.modules = modules
@@ -88,6 +91,8 @@ class Worker:
         self.loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
         self.loads_ahead = (2 if self.device.type == "cuda" else 0) if loads_ahead is None else loads_ahead
         self.copies = Copies(self.device)
+        self.build = build
+        self.after = after
         self.config = optimizer
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.optimizer = adamw(optimizer, trained) if optimizer is not None and trained else None
@@ -119,6 +124,8 @@ class Worker:
                 execution.at = index
                 self._watch(execution, predicted_s)
                 execution.perform(action)
+                if self.after is not None:
+                    self.after(action)
                 clock.mark()
             execution.at = len(actions)
             self._watch(execution, predicted_s)
@@ -152,7 +159,7 @@ class Worker:
     def built(self, chunk: Chunk) -> BuiltChunk:
         """A chunk of this worker, ready to run."""
         if chunk not in self._chunks:
-            self._chunks[chunk] = build_chunk(self.graph, chunk, self.modules)
+            self._chunks[chunk] = self.build(self.graph, chunk, self.modules)
         return self._chunks[chunk]
 
     def _watch(self, execution: Execution, predicted_s: float) -> None:
