@@ -1,6 +1,7 @@
-"""The command line: `pipeweaver plan`, `train`, `calibrate` and `estimate`, each on one TOML file, and `validate`.
+"""The command line: `pipeweaver plan`, `train`, `calibrate`, `estimate` and `rehearse` on one TOML file, and `validate`.
 
-Exit codes: 0 done; 1 a run that failed; 2 a mistake of the user, told in one line on stderr; 130 Ctrl-C.
+Exit codes: 0 done; 1 a run that failed; 2 a mistake of the user, told in one line on stderr; 75 a hang that the
+watchdog ended; 130 Ctrl-C.
 torch is imported by what a command does, not here: `--help` answers at once.
 """
 
@@ -38,6 +39,9 @@ Overrides = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the files of an earlier run in the output folder.")
 ]
+
+Machine = Annotated[str, typer.Option("--machine", help="A shipped machine (H800, A100…) or a machine file.")]
+TensorParallel = Annotated[int, typer.Option("--tensor-parallel", min=1, help="Devices per worker.")]
 
 
 def main() -> None:
@@ -81,10 +85,8 @@ def plan(
 def estimate(
     config: Config,
     overrides: Overrides = None,
-    machine: Annotated[
-        str, typer.Option("--machine", help="A shipped machine (H800, A100…) or a machine file.")
-    ] = "cpu",
-    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="Devices per worker.")] = 1,
+    machine: Machine = "cpu",
+    tensor_parallel: TensorParallel = 1,
     step: Annotated[int, typer.Option("--step", min=0, help="Estimate the batch of this step.")] = 0,
 ) -> None:
     """Step time, MFU and memory of a job on a machine that need not be here. Trains and measures nothing."""
@@ -92,11 +94,43 @@ def estimate(
         job = _load(config, overrides)
         from pipeweaver.commands import check
 
-        check(job)
+        check(job, runs_here=False)
         from pipeweaver.semu.estimate import estimate as estimate_step
         from pipeweaver.semu.estimate import render
 
         print("\n".join(render(estimate_step(job, machine, tensor_parallel=tensor_parallel, step=step))))
+
+
+@app.command()
+def rehearse(
+    config: Config,
+    overrides: Overrides = None,
+    machine: Machine = "cpu",
+    tensor_parallel: TensorParallel = 1,
+    step: Annotated[int, typer.Option("--step", min=0, help="Begin with the batch of this step.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Rehearse so many steps.")] = 1,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace of the last step for ui.perfetto.dev.")
+    ] = None,
+) -> None:
+    """Run a job's plans with its real workers and transfers on this machine, kernels replaced by waiting.
+
+    Shows that every worker comes to the end, and how far the emulated times are from those of the runtime.
+    """
+    with _mistakes():
+        job = _load(config, overrides)
+        from pipeweaver.commands import check
+
+        check(job, runs_here=False)
+        from pipeweaver.rehearsal.job import rehearse_job
+        from pipeweaver.rehearsal.report import render
+        from pipeweaver.report.trace import write_trace
+
+        found = rehearse_job(job, machine, tensor_parallel=tensor_parallel, steps=range(step, step + steps))
+        print("\n".join(render(found)))
+        if trace is not None:
+            write_trace(trace, found.steps[-1].plans, found.steps[-1].measurements)
+            print(f"wrote {trace}")
 
 
 @app.command()

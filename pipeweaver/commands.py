@@ -31,18 +31,19 @@ from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.schedule.ir import Plan
 
 
-def check(job: Job) -> None:
+def check(job: Job, *, runs_here: bool = True) -> None:
     """What is wrong with the job's model, data or device is told here, once, before any worker starts.
 
-    Scans the data. Raises ValueError, one line that begins with the job's file.
+    Scans the data. A job that is not to run here needs none of the devices and packages that it asks for. Raises ValueError, one line that begins with the job's file.
     """
     try:
-        if job.run.tensorboard and find_spec("tensorboard") is None:
+        if runs_here and job.run.tensorboard and find_spec("tensorboard") is None:
             raise ValueError('run.tensorboard = true needs TensorBoard: pip install "pipeweaver[tensorboard]"')
-        choose_device(job.run.device, 0, int(os.environ.get("LOCAL_WORLD_SIZE", job.workers.total)))
+        if runs_here:
+            choose_device(job.run.device, 0, int(os.environ.get("LOCAL_WORLD_SIZE", job.workers.total)))
         check_model(job, prepare.job_graph(job))
         datasets = prepare.job_datasets(job)
-        if job.run.plans:
+        if runs_here and job.run.plans:
             recorded_entries(job, tuple(datasets))
         for data, of_tasks in datasets.items():
             for task, dataset in of_tasks.items():

@@ -57,8 +57,8 @@ class Device:
         match action:
             case Compute() | Load() | Step():
                 self.until(self._began_ns + action.duration_ns)
-            case Reduce() | Norm():  # all members are there only now
-                self.until(self.now_ns() + action.duration_ns)
+            case Reduce() | Norm():  # all members are there only now, by the host's time
+                self.until(time.perf_counter_ns() + action.duration_ns)
             case Offload() | Reload():
                 start_ns = max(self._copying_ns.get(type(action), 0), self._began_ns)
                 self._copying_ns[type(action)] = start_ns + action.duration_ns

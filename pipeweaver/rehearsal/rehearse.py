@@ -22,13 +22,10 @@ from pathlib import Path
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.rehearsal.links import marks_for
 from pipeweaver.rehearsal.script import Report, Script, read_reports, scene, write_script
-from pipeweaver.rehearsal.stand_in import stretched
+from pipeweaver.rehearsal.stretch import LEAST_STAGE_NS, stretch, stretched
 from pipeweaver.runtime.launch import launch
 from pipeweaver.runtime.process import RunError
-from pipeweaver.schedule.ir import Compute, Measurement, Plan, Span
-
-LEAST_STAGE_NS = 30_000_000
-"""The median stage takes at least as long: what the runtime itself takes, some 0.1 ms an action, is little beside it."""
+from pipeweaver.schedule.ir import Measurement, Plan, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +114,7 @@ def rehearse(
     if len({(len(plans), plan.placement.workers) for case in cases for plans in case.steps for plan in plans}) != 1:
         raise ValueError("cases of one rehearsal need the same number of workers and replicas, and at least one step")
     factors = [stretch(case.steps, least_stage_ns) for case in cases]
-    steps = [
-        [stretched(plans, factor) for plans in case.steps] for case, factor in zip(cases, factors, strict=True)
-    ]
+    steps = [[stretched(plans, factor) for plans in case.steps] for case, factor in zip(cases, factors, strict=True)]
     script = Script(
         scenes=tuple(scene(case.graph, plans, dtype=case.dtype) for case, plans in zip(cases, steps, strict=True)),
         watchdog_s=watchdog_s,
@@ -146,24 +141,6 @@ def rehearse(
             )
         )
     return found
-
-
-def stretch(steps: Sequence[Sequence[Plan]], least_stage_ns: int = LEAST_STAGE_NS) -> float:
-    """The factor at which the median stage of the plans takes so long; 1 if it does anyway.
-
-    Raises ValueError if there is no stage that takes any time.
-    """
-    stages = [
-        action.duration_ns
-        for plans in steps
-        for plan in plans
-        for actions in plan.actions
-        for action in actions
-        if isinstance(action, Compute) and action.duration_ns
-    ]
-    if not stages:
-        raise ValueError("there is nothing to rehearse: no stage of the plans takes any time")
-    return max(1.0, least_stage_ns / statistics.median(stages))
 
 
 def put_together(plans: tuple[Plan, ...], step: int, reports: Sequence[Report]) -> RehearsedStep:

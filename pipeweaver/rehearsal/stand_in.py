@@ -1,10 +1,9 @@
 """What takes the place of a model in a rehearsal: chunks that compute nothing, on tensors one column wide.
 
-    plan        worker 0: 0F0 (3 ms), sends x [8192, 4096] to worker 1 in 1 ms          a plan for a cluster
-    stretched   worker 0: 0F0 (30 ms), sends x [8192, 4096] to worker 1 in 10 ms        slow enough to be told apart
-    shrunk      worker 0: 0F0 (30 ms), sends x [8192, 1] to worker 1 in 10 ms           small enough for a laptop
+    plan        worker 0: 0F0, sends x [8192, 4096] to worker 1         a plan for a cluster
+    shrunk      worker 0: 0F0, sends x [8192, 1] to worker 1            small enough for a laptop
 
-Order, rows, buffers, gradients and groups are those of the plan; a group has one parameter.
+Order, times, rows, buffers, gradients and groups are those of the plan; a group has one parameter.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, TensorSpec
 from pipeweaver.model.part import PartView
 from pipeweaver.runtime.stage import BuiltChunk, BuiltLayer, build_chunk
-from pipeweaver.schedule.emulate import emulate, prediction
-from pipeweaver.schedule.ir import ITEM_SIZES, Action, Chunk, Compute, Load, Norm, Offload, Plan, Reduce, Reload, Step
+from pipeweaver.schedule.ir import ITEM_SIZES, Action, Chunk, Compute, Plan
 
 
 class Tensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,31 +33,9 @@ def tensors_of(graph: ModelGraph, chunk: Chunk) -> Tensors:
     named = dict.fromkeys((name for name, _ in graph.by_name[chunk.module].range(chunk.start, chunk.stop)), _NOTHING)
     sent = [spec for layer in layers for spec in layer.sends]
     return Tensors(
-        inputs=tuple(
-            _narrow(replaced, name) for name, replaced in build_chunk(graph, chunk, named).inputs.items()
-        ),
+        inputs=tuple(_narrow(replaced, name) for name, replaced in build_chunk(graph, chunk, named).inputs.items()),
         outputs=tuple(_narrow(spec, spec.name) for spec in (*sent, *layers[-1].carries)),
     )
-
-
-def stretched(plans: Sequence[Plan], factor: float) -> tuple[Plan, ...]:
-    """The plans of a step with everything `factor` times as long, and what the emulator says of that."""
-    longer = [
-        replace(
-            plan,
-            actions=tuple(tuple(_longer(action, factor) for action in actions) for actions in plan.actions),
-            transfers=tuple(replace(t, duration_ns=round(t.duration_ns * factor)) for t in plan.transfers),
-        )
-        for plan in plans
-    ]
-    found = []
-    for plan, timeline in zip(longer, emulate(longer), strict=True):
-        useful_ns, bound_ns = (plan.prediction.useful_ns, plan.prediction.lower_bound_ns) if plan.prediction else (0, 0)
-        said = prediction(
-            plan, timeline, useful_ns=round(useful_ns * factor), lower_bound_ns=round(bound_ns * factor)
-        )
-        found.append(replace(plan, prediction=said))
-    return tuple(found)
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -83,9 +59,7 @@ def stand_in_graph(plan: Plan) -> ModelGraph:
 
 def stand_in_parameters(plan: Plan, worker: int) -> dict[str, nn.Parameter]:
     """One number for every group that the worker holds, by the name of the group's first layer."""
-    return {
-        group.parameters[0]: nn.Parameter(torch.zeros(1)) for group in plan.groups if worker in group.holders
-    }
+    return {group.parameters[0]: nn.Parameter(torch.zeros(1)) for group in plan.groups if worker in group.holders}
 
 
 def stand_in_chunk(tensors: Tensors) -> BuiltChunk:
@@ -123,14 +97,6 @@ _NOTHING = nn.Identity()
 
 def _narrow(spec: TensorSpec, name: str) -> TensorSpec:
     return TensorSpec(name=name, rows=spec.rows, width=1, dtype=spec.dtype, grad=spec.grad)
-
-
-def _longer(action: Action, factor: float) -> Action:
-    match action:
-        case Compute() | Load() | Offload() | Reload() | Reduce() | Norm() | Step():
-            return replace(action, duration_ns=round(action.duration_ns * factor))
-        case _:
-            return action
 
 
 def _as_one_layer(action: Action) -> Action:

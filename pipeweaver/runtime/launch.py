@@ -30,6 +30,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from pipeweaver.runtime.process import PARENT
+from pipeweaver.runtime.watchdog import EXIT_CODE
 
 POLL_S = 0.05
 TERMINATE_S = 3.0
@@ -41,7 +42,7 @@ def launch(command: Sequence[str], *, num_workers: int, threads: int = 1, grace_
 
     `threads` is what each worker may compute with. Returns 0 if all workers ended well, 130 after Ctrl-C,
     143 after SIGTERM; otherwise the exit code of the worker that failed first (1 if a signal ended it, which
-    is then said on stderr). When it returns, no worker is left.
+    is then said on stderr), or that of a watchdog if it ended one of them. When it returns, no worker is left.
     """
     # Bound to every interface of the machine by torch, but only this machine is told where it is.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
@@ -54,6 +55,9 @@ def launch(command: Sequence[str], *, num_workers: int, threads: int = 1, grace_
             failed = _wait(workers, stopped)
             if failed is not None and not stopped:
                 _wait_all(workers, stopped, grace_s)
+                # Who lost a peer to a watchdog may be gone before it.
+                hung = [rank for rank, worker in enumerate(workers) if worker.poll() == EXIT_CODE]
+                failed = hung[0] if hung and workers[failed].returncode == 1 else failed
         finally:
             _end(workers, stopped)
     if stopped:

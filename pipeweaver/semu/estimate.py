@@ -17,6 +17,7 @@ from pipeweaver.cluster import format_bytes
 from pipeweaver.config import Job
 from pipeweaver.data.items import linked
 from pipeweaver.data.tasks import TaskBatches
+from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.schedule.ir import Action, Compute, Free, Plan
@@ -69,6 +70,28 @@ def estimate(job: Job, machine: str, *, tensor_parallel: int = 1, step: int = 0)
 
     Raises ValueError if there is no such machine or dtype, the model cannot be placed, or memory does not suffice.
     """
+    graph, costs, (plans,) = emulated_plans(job, machine, tensor_parallel=tensor_parallel, steps=range(step, step + 1))
+    flops: dict[str, float] = {}
+    for plan in plans:
+        sources = linked(plan.items, plan.links)
+        for module in graph.by_name:
+            mine = [i for i, item in enumerate(plan.items) if item.module == module]
+            found = costs.flops(module, [plan.items[i] for i in mine], [sources[i] for i in mine])
+            flops[module] = flops.get(module, 0.0) + found
+    return Estimate(
+        plans=plans,
+        machine=costs.machine,
+        tensor_parallel=tensor_parallel,
+        dtype=job.run.dtype,
+        flops=flops,
+        coverage=costs.coverage,
+    )
+
+
+def emulated_plans(
+    job: Job, machine: str, *, tensor_parallel: int, steps: range
+) -> tuple[ModelGraph, SemuCosts, list[tuple[Plan, ...]]]:
+    """The plans of some steps, per step and replica, that a job would have on a machine. Raises as `estimate` does."""
     device = load_machine(machine)
     graph = prepare.job_graph(job)
     datasets = prepare.job_datasets(job)["train"]
@@ -83,22 +106,8 @@ def estimate(job: Job, machine: str, *, tensor_parallel: int = 1, step: int = 0)
     )
     budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
     planning = prepare.place(job, graph, prepare.job_sample(job, loaders), costs, budget)
-    plans = plan_batch(planning, next(islice(TaskBatches(loaders), step, None)))
-    flops: dict[str, float] = {}
-    for plan in plans:
-        sources = linked(plan.items, plan.links)
-        for module in graph.by_name:
-            mine = [i for i, item in enumerate(plan.items) if item.module == module]
-            found = costs.flops(module, [plan.items[i] for i in mine], [sources[i] for i in mine])
-            flops[module] = flops.get(module, 0.0) + found
-    return Estimate(
-        plans=plans,
-        machine=device,
-        tensor_parallel=tensor_parallel,
-        dtype=job.run.dtype,
-        flops=flops,
-        coverage=costs.coverage,
-    )
+    batches = islice(TaskBatches(loaders), steps.start, steps.stop)
+    return graph, costs, [plan_batch(planning, batch) for batch in batches]
 
 
 def peak(plan: Plan, worker: int) -> Peak:
