@@ -34,7 +34,8 @@ from pipeweaver.schedule.ir import Plan
 def check(job: Job, *, runs_here: bool = True) -> None:
     """What is wrong with the job's model, data or device is told here, once, before any worker starts.
 
-    Scans the data. A job that is not to run here needs none of the devices and packages that it asks for. Raises ValueError, one line that begins with the job's file.
+    Scans the data. A job that is not to run here needs none of the devices and packages that it asks for. Raises
+    ValueError, one line that begins with the job's file.
     """
     try:
         if runs_here and job.run.tensorboard and find_spec("tensorboard") is None:

@@ -233,7 +233,7 @@ def test_mistakes_are_told(arguments: list[str], message: str) -> None:
 
 
 def test_the_command_rehearses_a_job_for_devices_that_are_not_here(tmp_path: Path) -> None:
-    settings = ["run.device=cuda", "model.vision.layers=2", "task.microbatches=2", "policy.name=1f1b"]
+    settings = ["run.device=cuda", "model.vision.layers=2", "tasks.main.microbatches=2", "policy.name=1f1b"]
     arguments = ["rehearse", str(DIGITS), *(part for key in settings for part in ("--set", key))]
     result = CliRunner().invoke(app, [*arguments, "--machine", "H800", "--trace", str(tmp_path / "trace.json")])
     assert result.exit_code == 0, result.stderr
