@@ -23,7 +23,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.flat import starts
+from pipeweaver.schedule.stages import Orders, StageGraph
 
 Ints = NDArray[np.int64]
 
@@ -133,6 +135,16 @@ def make_problem(
         sequence=sequence,
         sequence_start=starts(np.bincount(group, minlength=num_groups)),
     )
+
+
+def bound_ns(problem: Problem) -> int:
+    """What no schedule of these stages goes below, whatever memory there is."""
+    by_worker = np.argsort(problem.worker, kind="stable")
+    orders = Orders(
+        starts(np.bincount(problem.worker, minlength=problem.num_workers)), by_worker, np.zeros(0, np.int64)
+    )
+    graph = StageGraph(problem.worker, problem.duration_ns, problem.successor_start, problem.successor, problem.lag_ns)
+    return lower_bound_ns(graph, orders)
 
 
 def groups_of(num_stages: int, pairs: Sequence[tuple[int, int]]) -> list[int]:

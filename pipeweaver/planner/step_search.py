@@ -76,7 +76,7 @@ class StepPlanner:
         self.graph, self.placement, self.share, self.costs = graph, placement, share, costs
         self.budget_bytes, self.seed, self.forward_only = budget_bytes, seed, forward_only
         self.options, self.dtype = options, dtype
-        self.rounds = 0
+        self.rounds, self.evaluations = 0, 0
         self.best: Try | None = None
         self.best_ns = 0
         self.tried: dict[Choice, int | None] = {}
@@ -109,7 +109,7 @@ class StepPlanner:
                 continue
             self._agenda = None
             if self.best is not None:
-                self.best.search.run(last - self.rounds)
+                self._search(self.best, last - self.rounds)
                 self._consider(self.best)
             self.rounds = last
 
@@ -193,14 +193,19 @@ class StepPlanner:
                 one = make_try(step, choice, strategies=strategies, costs=costs, limits=limits, seed=self.seed)
             except LimitError:
                 return
-            one.search.run(TRY_ROUNDS)
+            self._search(one, TRY_ROUNDS)
             other = relaxed(one, seed=self.seed)
             if other is not None:
                 one = other
-                one.search.run(TRY_ROUNDS)
+                self._search(one, TRY_ROUNDS)
             self.tried[choice] = one.searched_ns
             if self._consider(one):
                 return
+
+    def _search(self, one: Try, rounds: int) -> None:
+        before = one.search.rounds
+        one.search.run(rounds)
+        self.evaluations += one.search.rounds - before
 
     def _consider(self, one: Try) -> bool:
         """Take a try if its plan is the best so far. False if the plan exceeds the budget; limits are lower then."""

@@ -105,13 +105,15 @@ def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue 
     (timeline,) = emulate_flat([flat], queue)
     is_stage = actions.kind == COMPUTE
     useful = useful_ns(step.graph, step.share, step.pricing)
+    # What memory strategies cost is no work that has to be done.
+    kept = graph if costs is step.costs else stage_graph(step, step.costs, orders.split)
     prediction = FlatPrediction(
         *timeline,
         makespan_ns=int(timeline.end_ns[is_stage].max(initial=0)),
         step_ns=int(timeline.end_ns.max(initial=0)),
         peak_bytes=flat_peak_bytes(flat),
         useful_ns=useful,
-        lower_bound_ns=lower_bound_ns(graph, orders),
+        lower_bound_ns=lower_bound_ns(kept, orders),
     )
     return FlatPlan(**{**flat.__dict__, "prediction": prediction})
 

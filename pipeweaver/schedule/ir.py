@@ -279,7 +279,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     `spans[w][i]` belongs to `actions[w][i]`; `transfers[t]` to transfer t, from the later post to its
     end. `makespan_ns` ends with the last backward, `step_ns` includes reductions and the optimizer.
-    `useful_ns` is W, `lower_bound_ns` holds for any schedule of the same stages.
+    `useful_ns` is W, `lower_bound_ns` holds for any schedule of the same stages, whatever is kept in memory.
     """
 
     spans: tuple[tuple[Span, ...], ...]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from math import lcm
 from operator import mul
 
 import numpy as np
@@ -80,7 +81,7 @@ class Fit:
         """Values and all sums as linear forms in the sums of the pivot columns, over one denominator."""
         columns = _independent_columns(self.rows)
         inverse = _inverse([[Fraction(row[column]) for column in columns] for row in self.rows])
-        self._denominator = int(np.lcm.reduce([f.denominator for line in inverse for f in line]))
+        self._denominator = lcm(*(f.denominator for line in inverse for f in line))
         whole = np.array([[int(f * self._denominator) for f in line] for line in inverse], dtype=object)
         scaled = whole @ np.array(self.values, dtype=object)
         self._coefficients = np.array([[int(v) / self._denominator for v in line] for line in scaled], np.float64).T

@@ -15,21 +15,11 @@ from benchmarks.oracle import optimum, random_instance
 from pipeweaver.planner.explore import Search, tails
 from pipeweaver.planner.listing import LimitError, list_schedule, needed_alone
 from pipeweaver.planner.neighbours import tabu_search
-from pipeweaver.schedule.bounds import lower_bound_ns
-from pipeweaver.schedule.stages import Orders, StageGraph
+from pipeweaver.planner.problem import bound_ns
 
 PROBLEMS = st.builds(
     chains, st.integers(0, 10**6), workers=st.integers(1, 4), microbatches=st.integers(0, 7), depth=st.integers(1, 6)
 )
-
-
-def bound_of(problem):
-    start = np.concatenate(
-        [np.zeros(1, np.int64), np.cumsum(np.bincount(problem.worker, minlength=problem.num_workers))]
-    )
-    orders = Orders(start, np.argsort(problem.worker, kind="stable"), np.zeros(0, np.int64))
-    graph = StageGraph(problem.worker, problem.duration_ns, problem.successor_start, problem.successor, problem.lag_ns)
-    return lower_bound_ns(graph, orders)
 
 
 @settings(max_examples=60)
@@ -40,7 +30,7 @@ def test_more_rounds_are_never_worse_and_equal_arguments_give_equal_schedules(pr
     short.run(few)
     check_times(problem, short.best)
     assert (peaks(problem, short.best.sequence) <= limits).all()
-    assert short.best.makespan_ns >= bound_of(problem)
+    assert short.best.makespan_ns >= bound_ns(problem)
     before = short.best.makespan_ns
     short.run(more)
     assert short.best.makespan_ns <= before
@@ -84,7 +74,7 @@ def test_near_the_optimum_and_never_above_it_the_bound():
         search = Search(problem, limits, seed=seed)
         search.run(2_000)
         best = optimum(held, seconds=10, known=search.best.start_ns.tolist())
-        assert bound_of(problem) <= best.makespan
+        assert bound_ns(problem) <= best.makespan
         if best.is_proven:
             assert search.best.makespan_ns >= best.makespan
             gaps.append(search.best.makespan_ns / best.makespan - 1)
