@@ -83,10 +83,11 @@ def costliest(graph: ModelGraph, share: Share, costs: Costs) -> str | None:
     several -= joint
     if len(several) < 2:
         return next(iter(several), None)
-    work = dict.fromkeys(sorted(several), 0)
-    for item, cost in zip(share.items, item_costs(graph, share, costs), strict=True):
-        if item.module in work:
-            work[item.module] += cost
+    sources = linked(share.items, share.links)
+    work: dict[str, int] = {}
+    for name in sorted(several):
+        chosen = [i for i, item in enumerate(share.items) if item.module == name]
+        work[name] = costs.useful_ns(name, [share.items[i] for i in chosen], [sources[i] for i in chosen])
     return max(work, key=work.__getitem__)
 
 
