@@ -28,6 +28,7 @@ from pipeweaver.data.items import Share
 from pipeweaver.planner.assign import single_share
 from pipeweaver.planner.explore import Search
 from pipeweaver.planner.problem import bound_ns
+from pipeweaver.planner.segment_plan import SegmentPlanner
 from pipeweaver.planner.step_search import StepPlanner
 from pipeweaver.policies import POLICIES
 from pipeweaver.schedule.flat import FlatPlan
@@ -44,10 +45,17 @@ HASTE = 0.9
 """Share of its time after which a search does not begin another try."""
 
 
+ROUNDS = {"dynamic": 4, "pipeweaver": 1}
+"""Rounds between looks at the clock."""
+
+
 class Planner(Protocol):
     """What the planners of policies that search have in common."""
 
-    evaluations: int
+    @property
+    def evaluations(self) -> int:
+        """Schedules scored so far."""
+        ...
 
     def run(self, rounds: int) -> None: ...
 
@@ -136,25 +144,24 @@ def held_figures(path: Path) -> dict[str, object]:
 def all_figures(scope: Scope) -> dict[str, object]:
     """Every field of the benchmark, tables printed on the way."""
     oracle = oracle_figures(scope)
-    policies = [name for name in SECONDS if name in POLICIES]
     rows: list[Row] = []
     losses: list[float] = []
     print(f"{'setup':6} {'mb':>3} {'memory':9} {'policy':10} {'makespan':>11} {'layout':>7} {'free':>7} {'bubble':>7}")
-    for name, unlimited, policy in product(scope.setups, (False, True), policies):
-        if policy != "dynamic" and unlimited:
-            continue
+    for name, policy in product(scope.setups, SECONDS):
         case = cases()[name]
-        placement = placed(case, policy, unlimited=unlimited, count=scope.sample)
-        for microbatches in scope.microbatches:
-            if policy != "dynamic" and microbatches != 16:
-                continue
+        placement = placed(case, policy, count=scope.sample)
+        # The other policy is there to compare with.
+        ours = policy == "dynamic"
+        for unlimited, microbatches in product(
+            (False, True) if ours else (False,), scope.microbatches if ours else (16,)
+        ):
             share = single_share(case.graph, case.batch(seed=0, microbatches=microbatches))
             warm = single_share(case.graph, case.batch(seed=1, microbatches=microbatches))
             for one in (warm, share):
                 row = planned(case, policy, placement, one, unlimited=unlimited, seconds=SECONDS[policy])
             rows.append(row)
             print_row(row)
-            if policy == "dynamic" and microbatches == 16 and scope.long_seconds is not None:
+            if ours and microbatches == 16 and scope.long_seconds is not None:
                 long = planned(case, policy, placement, share, unlimited=unlimited, seconds=scope.long_seconds)
                 losses.append(row.makespan_ns / long.makespan_ns - 1)
                 print(f"       after {scope.long_seconds:.0f} s {losses[-1]:.2%} shorter")
@@ -164,11 +171,11 @@ def all_figures(scope: Scope) -> dict[str, object]:
     return {"rows": [asdict(row) for row in rows], **figures}
 
 
-def placed(case: Case, policy: str, *, unlimited: bool, count: int) -> Placement:
-    """The policy's placement for a sample of batches; no part of a row's time."""
+def placed(case: Case, policy: str, *, count: int) -> Placement:
+    """The policy's placement for a sample of batches, within the memory; no part of a row's time."""
     shares = [single_share(case.graph, case.batch(seed=1000 + i, microbatches=16)) for i in range(count)]
-    budget = None if unlimited else case.budget_bytes
-    return POLICIES[policy].place(case.graph, case.workers, case.costs, shares, dtype=DTYPE, budget_bytes=budget)
+    place = POLICIES[policy].place
+    return place(case.graph, case.workers, case.costs, shares, dtype=DTYPE, budget_bytes=case.budget_bytes)
 
 
 def planned(case: Case, policy: str, placement: Placement, share: Share, *, unlimited: bool, seconds: float) -> Row:
@@ -185,7 +192,7 @@ def planned(case: Case, policy: str, placement: Placement, share: Share, *, unli
     planner.run(1)
     proven()
     first = time.perf_counter() - began
-    improve(planner, began + HASTE * seconds - first / 2)
+    improve(planner, ROUNDS[policy], began + HASTE * seconds - first / 2)
     plan = proven()
     spent = time.perf_counter() - began
     found = plan.prediction
@@ -208,15 +215,16 @@ def planned(case: Case, policy: str, placement: Placement, share: Share, *, unli
 
 def planner_of(policy: str, case: Case, placement: Placement, share: Share, budget: int | None) -> Planner:
     """The anytime planner behind a policy."""
-    assert policy == "dynamic", policy
+    if policy == "pipeweaver":
+        return SegmentPlanner(case.graph, placement, share, case.costs, budget_bytes=budget, dtype=DTYPE)
     return StepPlanner(case.graph, placement, share, case.costs, budget_bytes=budget, dtype=DTYPE)
 
 
-def improve(planner: Planner, until: float) -> None:
+def improve(planner: Planner, rounds: int, until: float) -> None:
     """Rounds until a time of `perf_counter`, none that would end after it as far as the last ones tell."""
     longest = 0.0
     while (began := time.perf_counter()) + longest < until:
-        planner.run(4)
+        planner.run(rounds)
         longest = max(0.8 * longest, time.perf_counter() - began)
 
 

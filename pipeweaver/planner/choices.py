@@ -13,7 +13,7 @@ The search climbs from neighbour to neighbour (`step_search.py`). Example, ladde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -72,23 +72,15 @@ class Ladders(NamedTuple):
             yield choice._replace(split=split)
 
 
-def costliest(graph: ModelGraph, share: Share, costs: Costs) -> str | None:
-    """The module whose items are cut into parts: the one with most work of those with several items in a microbatch
-    and no joint loss."""
+def costliest(graph: ModelGraph, share: Share, work: Mapping[str, int]) -> str | None:
+    """The module whose items are cut into parts: the one with most `work` [by module, ns] of those with several items
+    in a microbatch and no joint loss."""
     several: set[str] = set()
     for group in share.microbatches:
         counts = Counter(share.items[i].module for i in group)
         several |= {name for name, count in counts.items() if count > 1}
     joint = {module.name for module in graph.modules if module.loss is not None and module.loss.joint}
-    several -= joint
-    if len(several) < 2:
-        return next(iter(several), None)
-    sources = linked(share.items, share.links)
-    work: dict[str, int] = {}
-    for name in sorted(several):
-        chosen = [i for i, item in enumerate(share.items) if item.module == name]
-        work[name] = costs.useful_ns(name, [share.items[i] for i in chosen], [sources[i] for i in chosen])
-    return max(work, key=work.__getitem__)
+    return max(sorted(several - joint), key=lambda name: work[name], default=None)
 
 
 def fullest(share: Share, module: str) -> int:

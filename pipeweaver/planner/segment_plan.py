@@ -33,8 +33,8 @@ from pipeweaver.planner.parts import cut_parts
 from pipeweaver.planner.problem import Ints
 from pipeweaver.planner.segments import items_per_part, segment_groups
 from pipeweaver.planner.step_problem import step_problem
-from pipeweaver.planner.step_search import draft_of
 from pipeweaver.planner.tree_search import TreeSearch
+from pipeweaver.planner.tries import draft_of
 from pipeweaver.schedule.compile import compile_flat
 from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.groups import static_bytes

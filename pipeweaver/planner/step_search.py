@@ -43,7 +43,7 @@ from pipeweaver.schedule.compile import compile_flat
 from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Draft, Placement
-from pipeweaver.schedule.stages import StepStages
+from pipeweaver.schedule.stages import StepStages, useful_ns
 
 TRY_ROUNDS = 4
 """Rounds of search that a try gets."""
@@ -84,7 +84,8 @@ class StepPlanner:
         self._steps: dict[Choice, StepStages] = {}
         self._static = np.array(static_bytes(graph, placement, costs), np.int64)
         self._lowered = np.zeros(placement.workers, np.int64)
-        module = costliest(graph, share, costs) if share.microbatches else None
+        self._work = useful_ns(graph, share, costs)
+        module = costliest(graph, share, self._work)
         self._module = None if module in options.items_per_part else module
         self._ladders = self._allowed()
         self._agenda: Iterator[Choice] | None = self._climb()
@@ -242,6 +243,7 @@ class StepPlanner:
                 self.costs,
                 dtype=self.dtype,
                 forward_only=self.forward_only,
+                work=self._work,
             )
         return self._steps[choice.cut]
 

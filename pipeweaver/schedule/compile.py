@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeweaver.costs import Costs, with_strategies
-from pipeweaver.data.items import Share, linked
+from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.actions import build_actions, order_transfers, place_copies
 from pipeweaver.schedule.bounds import lower_bound_ns
@@ -104,7 +104,6 @@ def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue 
     )
     (timeline,) = emulate_flat([flat], queue)
     is_stage = actions.kind == COMPUTE
-    useful = useful_ns(step.graph, step.share, step.pricing)
     # What memory strategies cost is no work that has to be done.
     kept = graph if costs is step.costs else stage_graph(step, step.costs, orders.split)
     prediction = FlatPrediction(
@@ -112,21 +111,10 @@ def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue 
         makespan_ns=int(timeline.end_ns[is_stage].max(initial=0)),
         step_ns=int(timeline.end_ns.max(initial=0)),
         peak_bytes=flat_peak_bytes(flat),
-        useful_ns=useful,
+        useful_ns=sum(step.work.values()),
         lower_bound_ns=lower_bound_ns(kept, orders),
     )
     return FlatPlan(**{**flat.__dict__, "prediction": prediction})
-
-
-def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> int:
-    """W of a share: forward and backward of all items at each module's most efficient size."""
-    sources = linked(share.items, share.links)
-    total = 0
-    for module in graph.modules:
-        chosen = [i for i, item in enumerate(share.items) if item.module == module.name]
-        if chosen:
-            total += costs.useful_ns(module.name, [share.items[i] for i in chosen], [sources[i] for i in chosen])
-    return total
 
 
 def _time(step: StepStages, draft: Draft, graph: StageGraph, orders: Orders) -> StageTimes:

@@ -12,7 +12,7 @@ its I its W. A successor comes with a lag: the time that the tensor travels.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,7 @@ class StepStages:
     [U]: `worker`, `microbatch`, `learns` (has a backward), `output_bytes` (of the distinct tensors that leave the
     unit, whole), `costs`, `alike` (equal numbers cost the same). [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `grad`, and `is_whole`:
     an edge alone brings an input, its rows in order; else the input is assembled in memory of its own.
+    `work` is what `useful_ns` says of the share, where that is known already.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class StepStages:
         *,
         dtype: str,
         forward_only: bool = False,
+        work: Mapping[str, int] | None = None,
     ) -> None:
+        self.work = useful_ns(graph, share, costs) if work is None else work
         self.graph, self.placement, self.share, self.parts = graph, placement, share, parts
         self.pricing, self.dtype, self.forward_only = costs, dtype, forward_only
         self.wiring: Wiring = wiring(graph, placement, dtype)
@@ -173,6 +176,19 @@ class StepStages:
                     sums[key] = np.array([sum(of) for of in sizes], np.int64)
                 total[here] += sums[key][self.units.part[here]] * row_bytes
         return total
+
+
+def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> dict[str, int]:
+    """W of a share by module: forward and backward of all items at the module's most efficient size."""
+    sources = linked(share.items, share.links)
+    work: dict[str, int] = {}
+    for module in graph.modules:
+        chosen = [i for i, item in enumerate(share.items) if item.module == module.name]
+        if chosen:
+            work[module.name] = costs.useful_ns(
+                module.name, [share.items[i] for i in chosen], [sources[i] for i in chosen]
+            )
+    return work
 
 
 def unit_costs(costs: Sequence[StageCost]) -> UnitCosts:

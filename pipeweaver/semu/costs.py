@@ -26,6 +26,7 @@ from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.latency import LayerCost, Layout, Rule, layer_cost
 from pipeweaver.semu.layer import Input, LayerGraph, Parameters
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
+from pipeweaver.semu.symbolic import Sums, measure
 
 EFFICIENT_ROWS = 32_768
 """Rows at which a module counts as running at its most efficient size: factors are within a percent of their limit."""
@@ -105,6 +106,7 @@ class SemuCosts:
         self._variants: dict[tuple[LayerGraph, Strategy], LayerGraph] = {}
         self._items: dict[int, tuple[Item, int]] = {}
         self._numbers: dict[object, int] = {}
+        self._sums: tuple[object, int, Sums] | None = None
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         runs = self._runs(chunk.module, chunk.start, chunk.stop)
@@ -286,7 +288,10 @@ class SemuCosts:
     ) -> LayerCost:
         key = (layer, sizes, copies)
         if key not in self._known:
-            counts = layer.counts(items, links, copies)
+            # Layers of one part follow each other: they share its sums.
+            if self._sums is None or self._sums[:2] != (sizes, copies):
+                self._sums = (sizes, copies, measure(items, links, copies))
+            counts = layer.counts(items, links, copies, self._sums[2])
             self._known[key] = layer_cost(counts, self.machine, self.layout, self.rules)
         return self._known[key]
 

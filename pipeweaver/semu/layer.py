@@ -175,9 +175,14 @@ class LayerGraph:
         self.roles: dict[str, Role] = {}
         self._traced_parameters: Parameters | None = None
 
-    def counts(self, items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1) -> Counts:
-        """Counts of forward and backward on a part, or on one with so many copies of its items."""
-        sums = measure(items, links, copies)
+    def counts(
+        self, items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1, sums: Sums | None = None
+    ) -> Counts:
+        """Counts of forward and backward on a part, or on one with so many copies of its items.
+
+        `sums`: what `measure` says of the part, where it is known already.
+        """
+        sums = measure(items, links, copies) if sums is None else sums
         names = tuple(sorted(sums, key=_order))
         family = self._fits.setdefault((names, _alike(items, links)), _Family(fit=Fit(names)))
         if copies > 2 and not family.irregular and not family.fit.spans(sums):
