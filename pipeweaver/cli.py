@@ -65,18 +65,24 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     step: Annotated[int, typer.Option("--step", min=0, help="Plan the batch of this step.")] = 0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where the bubble is, and what each lever of the policy brings.")
+    ] = False,
 ) -> None:
     """Plan one step and show it: chunks, parts, step time, bubble, memory per worker. Trains nothing."""
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.commands import check, plan_step
-        from pipeweaver.console import print_plan
+        from pipeweaver.commands import check, explain_step, ready_step
+        from pipeweaver.console import print_explanation, print_plan
         from pipeweaver.output import make_folder, write_plans
 
         check(job)
         make_folder(job.output)
-        plans = plan_step(job, step, lambda: _calibrate_first(job, config, overrides))
+        ready = ready_step(job, step, lambda: _calibrate_first(job, config, overrides))
+        plans = ready.plan()
         print_plan(plans, job.workers.memory_bytes)
+        if explain:
+            print_explanation(plans, explain_step(ready, plans))
         for path in write_plans(job.output, plans):
             print(f"wrote {path}")
 

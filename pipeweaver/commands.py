@@ -1,17 +1,20 @@
 """What `pipeweaver plan` and `pipeweaver calibrate` do, and what every command checks first.
 
 calibrate_as_worker(job)                         in every worker, at the same time
-plans = plan_step(job, step=0, calibrate=...)    in one process; `calibrate` starts those workers if need be
+ready = ready_step(job, step=0, calibrate=...)   in one process; `calibrate` starts those workers if need be
+explain_step(ready, ready.plan())                where the bubble of the plans is
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 
+import msgspec
 import torch.distributed as dist
 
 from pipeweaver.agreement import check_agreement, check_model
@@ -22,8 +25,10 @@ from pipeweaver.data.dataset import load_part
 from pipeweaver.data.items import Batch
 from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.policies.levers import levers
+from pipeweaver.report.explain import Explanation, explain, longest_ns
 from pipeweaver.runtime import prepare
-from pipeweaver.runtime.ahead import plan_batch
+from pipeweaver.runtime.ahead import Planning, plan_batch
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.join import choose_device, join
 from pipeweaver.runtime.orders import recorded_entries
@@ -78,11 +83,24 @@ def calibrate_as_worker(job: Job) -> None:
     dist.destroy_process_group()
 
 
-def plan_step(job: Job, step: int, calibrate: Callable[[], None]) -> tuple[Plan, ...]:
-    """Proven plans of all replicas for the batch of `step`, as `train` would make them.
+@dataclass(frozen=True, kw_only=True)
+class ReadyStep:
+    """A step that can be planned: its batch, all else that plans depend on, and what the placement was made from."""
 
-    Calls `calibrate` if there are no costs yet that hold here. Raises ValueError if the policy cannot place the
-    model or finds no plan within the memory budget.
+    job: Job
+    planning: Planning
+    batch: Batch
+    sample: Sequence[Batch]
+
+    def plan(self) -> tuple[Plan, ...]:
+        """Proven plans of all replicas, as `train` would make them. Raises ValueError if none fits the memory budget."""
+        return plan_batch(self.planning, self.batch)
+
+
+def ready_step(job: Job, step: int, calibrate: Callable[[], None]) -> ReadyStep:
+    """Everything to plan the batch of `step`.
+
+    Calls `calibrate` if there are no costs yet that hold here. Raises ValueError if the policy cannot place the model.
     """
     graph = prepare.job_graph(job)
     loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
@@ -93,7 +111,34 @@ def plan_step(job: Job, step: int, calibrate: Callable[[], None]) -> tuple[Plan,
         costs = _costs(job, graph, sample)
         assert costs is not None, "calibration leaves what is looked for"
     planning = prepare.place(job, graph, sample, costs, job.workers.memory_bytes)
-    return plan_batch(planning, next(islice(TaskBatches(loaders), step, None)))
+    return ReadyStep(job=job, planning=planning, batch=next(islice(TaskBatches(loaders), step, None)), sample=sample)
+
+
+def explain_step(ready: ReadyStep, plans: Sequence[Plan]) -> Explanation:
+    """Where the bubble of these plans is, and what the policy's levers bring: the batch is planned again without each."""
+    planning = ready.planning
+    found: list[tuple[str, int | None]] = []
+    for lever in levers(
+        planning.policy,
+        planning.graph,
+        planning.placement,
+        planning.options,
+        planning.rounds,
+        limited=planning.budget_bytes is not None,
+    ):
+        try:
+            if lever.anew:
+                policy = msgspec.structs.replace(ready.job.policy, options=lever.options, rounds=lever.rounds)
+                job = msgspec.structs.replace(ready.job, policy=policy)
+                other = prepare.place(job, planning.graph, ready.sample, planning.costs, planning.budget_bytes)
+            else:
+                other = replace(planning, options=lever.options, rounds=lever.rounds)
+            found.append((lever.name, longest_ns(plan_batch(other, ready.batch))))
+        except ValueError:
+            found.append((lever.name, None))
+    return Explanation(
+        bubbles=tuple(explain(plan, planning.costs, planning.budget_bytes) for plan in plans), without=tuple(found)
+    )
 
 
 def _costs(job: Job, graph: ModelGraph, sample: Sequence[Batch]) -> Costs | None:

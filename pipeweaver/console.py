@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pipeweaver.cluster import format_bytes
+from pipeweaver.report.explain import Bubble, Explanation, busiest, longest_ns
 from pipeweaver.report.metrics import StepMetrics
 from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.train import StepReport
@@ -135,6 +136,36 @@ def print_plan(plans: Sequence[Plan], memory_bytes: int | None) -> None:
             print("\n".join(prediction_lines(plan, plan.prediction)))
 
 
+def print_explanation(plans: Sequence[Plan], explanation: Explanation) -> None:
+    """Where the bubble of each replica's plan is, what each lever brings, and what the bounds leave to be gained."""
+    for plan, bubble in zip(plans, explanation.bubbles, strict=True):
+        if plan.prediction is not None and plan.prediction.makespan_ns:
+            title = "where the bubble is" + (f", replica {plan.replica}" if len(plans) > 1 else "")
+            Console().print(_bubble_table(plan, plan.prediction, bubble, title))
+    longest = longest_ns(plans)
+    if explanation.without and longest:
+        Console().print(_levers_table(longest, explanation.without))
+    elif longest:
+        print(f"policy {plans[0].policy} has no lever to switch off")
+    print("\n".join(still_possible(plans)))
+
+
+def still_possible(plans: Sequence[Plan]) -> list[str]:
+    """What the bounds of the slowest replica say."""
+    known = [(plan, plan.prediction) for plan in plans if plan.prediction is not None and plan.prediction.makespan_ns]
+    if not known:
+        return []
+    plan, prediction = max(known, key=lambda one: one[1].makespan_ns)
+    lines, spread = [], prediction.useful_ns // plan.placement.workers
+    for least, what in (
+        (prediction.lower_bound_ns, "other orders of these stages: at most"),
+        (spread, "other cuts, parts and memory strategies as well: at most"),
+    ):
+        gained = max(0.0, 1 - least / prediction.makespan_ns)
+        lines.append(f"still possible by {what} {percent(gained)}, down to {_milliseconds(least)}")
+    return lines
+
+
 def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     bound = prediction.lower_bound_ns
     over = f", {percent(prediction.makespan_ns / bound - 1)} above it" if bound else ""
@@ -184,6 +215,51 @@ def _modules_table(plan: Plan) -> Table:
         rows = sum(item.sizes["tokens"] for item in items)
         table.add_row(module, str(len(items)), str(rows), str(len(chunks)), str(len(sizes)), spread)
     return table
+
+
+def _bubble_table(plan: Plan, prediction: Prediction, bubble: Bubble, title: str) -> Table:
+    available = plan.placement.workers * prediction.makespan_ns
+    table = Table("share", title=title, title_justify="left")
+    table.add_column("of all worker time", justify="right")
+    table.add_column("worker time", justify="right")
+    table.add_column("what it is")
+    for name, meaning in _SHARES.items():
+        share = getattr(bubble, name)
+        if share or name != "loading":
+            meaning = meaning.format(worker=busiest(plan))
+            table.add_row(name.replace("_", " "), percent(share / available), f"{share:,} ns", meaning)
+    table.add_section()
+    total = f"of {plan.placement.workers} workers over {_milliseconds(prediction.makespan_ns)}"
+    table.add_row("bubble", percent(bubble.total_ns / available), f"{bubble.total_ns:,} ns", total)
+    return table
+
+
+_SHARES = {
+    "fill": "worker {worker}, busy longest, idles before its first backward; so much on every worker",
+    "drain": "it idles after its last forward",
+    "dependency": "it waits for others and for transfers in between",
+    "memory": "recomputation; it waits for copies to the host, or for memory",
+    "imbalance": "the other workers have less to do than it has",
+    "small_parts": "parts are smaller than the most efficient size",
+    "loading": "pixels and tokens are brought to the device",
+}
+
+
+def _levers_table(longest_ns: int, without: Sequence[tuple[str, int | None]]) -> Table:
+    table = Table("lever", title="what each lever brings on this batch", title_justify="left")
+    table.add_column("makespan without", justify="right")
+    table.add_column("gain", justify="right")
+    for name, makespan_ns in without:
+        if makespan_ns is None:
+            table.add_row(name, "none", "no plan fits without")
+        else:
+            table.add_row(name, _milliseconds(makespan_ns), percent(makespan_ns / longest_ns - 1))
+    return table
+
+
+def _milliseconds(ns: int) -> str:
+    """Exact enough to compare plans that differ by little."""
+    return f"{ns / 1e6:,.1f} ms"
 
 
 def _hint(path: Path) -> str:

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from pipeweaver.commands import ReadyStep, explain_step
 from pipeweaver.config import load
-from pipeweaver.console import Follow, duration, evaluation_line, percent, print_plan, step_line
+from pipeweaver.console import (
+    Follow,
+    duration,
+    evaluation_line,
+    percent,
+    print_explanation,
+    print_plan,
+    step_line,
+)
 from pipeweaver.costs import FlatCosts
 from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.report.metrics import StepMetrics
@@ -110,3 +119,35 @@ def test_a_plan_as_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         for chunk in plan.placement.chunks:
             assert str(chunk).partition("@")[0] in text
     assert text.count("costs: flat costs, made up") == 2
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "interleaved-1f1b", "pipeweaver", "dynamic", "wavefront", "sequential"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_explanation_adds_up_for_every_policy(
+    policy: str, replicas: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "180")
+    settings = [f"policy.name={policy}", "policy.rounds=3", f"workers.replicas={replicas}", "model.language.layers=4"]
+    if policy in ("pipeweaver", "dynamic"):
+        settings.append("workers.memory=60MB")
+    job = load(DIGITS, settings)
+    graph = prepare.job_graph(job)
+    loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
+    sample = prepare.job_sample(job, loaders)
+    costs = FlatCosts(layers={module.name: len(module.layers) for module in graph.modules})
+    planning = prepare.place(job, graph, sample, costs, job.workers.memory_bytes)
+    ready = ReadyStep(job=job, planning=planning, batch=next(TaskBatches(loaders)), sample=sample)
+    plans = ready.plan()
+    explanation = explain_step(ready, plans)
+    print_explanation(plans, explanation)
+    text = capsys.readouterr().out
+    tables = re.findall(r"fill.*?bubble[^\n]*", text, flags=re.S)
+    assert len(tables) == replicas
+    for plan, table in zip(plans, tables, strict=True):
+        *shares, bubble = [int(number.replace(",", "")) for number in re.findall(r"(-?[\d,]+) ns", table)]
+        assert plan.prediction is not None
+        assert sum(shares) == bubble == 2 * plan.prediction.makespan_ns - plan.prediction.useful_ns
+    for lever, _ in explanation.without:
+        assert lever in text
+    assert ("no lever to switch off" in text) == (policy in ("wavefront", "sequential"))
+    assert text.count("still possible by") == 2
