@@ -138,6 +138,15 @@ def calibrated_costs(
     return TableCosts(table, graph)
 
 
+def pack_costs(costs: TableCosts) -> bytes:
+    """Costs as a message for another process of this run; `unpack_costs` makes equal ones of it."""
+    return msgspec.msgpack.encode(costs.table)
+
+
+def unpack_costs(packed: bytes, graph: ModelGraph) -> TableCosts:
+    return TableCosts(msgspec.msgpack.decode(packed, type=Table), graph)
+
+
 def profile_worker(
     graph: ModelGraph,
     batches: Sequence[Batch],

@@ -74,6 +74,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     options: PolicyOptions = PolicyOptions()
 
 
+class Planner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[planner]. `processes` plan beside training, by default as many as help, on half the cores at most; they are told
+    of batches `ahead` orders before their plans are handed out, and search for `seconds` of processor time per step,
+    less if the step begins before; where `policy.rounds` is set, for so many rounds."""
+
+    processes: PositiveInt | None = None
+    ahead: PositiveInt = 2
+    seconds: NonNegativeFloat = 1.0
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[tasks.NAME]. A microbatch is samples whose `backbone` items fill `tokens_per_microbatch`, with at most
     `max_items` items of each module named there; a step has `microbatches` of them, over all replicas.
@@ -110,7 +120,8 @@ MODULES = cast(dict[str, type[ModuleConfig]], CONFIGS)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `modules` and `tasks` map names to their records, in the order of the file."""
+    """A whole run. `modules` and `tasks` map names to their records, in the order of the file. `path` and `overrides`
+    are what it was read from."""
 
     path: str
     run: Run
@@ -121,6 +132,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, Task]
     optimizer: OptimizerConfig
     costs: Costs
+    planner: Planner
+    overrides: tuple[str, ...]
+
+    @property
+    def rounds(self) -> int | None:
+        """Rounds of search per step; None for as many as there is time for."""
+        return 0 if self.policy.name in (*_STATIC, *_ONCE_PER_RUN) else self.policy.rounds
 
     @property
     def output(self) -> Path:
@@ -130,7 +148,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job; `overrides` are "section.key=value". Raises ValueError, one line, at the first mistake."""
     document = toml.read(path, overrides)
-    toml.check_keys(document, "", ("run", "workers", "policy", "model", "task", "tasks", "optimizer", "costs"))
+    tables = ("run", "workers", "policy", "model", "task", "tasks", "optimizer", "costs", "planner")
+    toml.check_keys(document, "", tables)
     if "task" in document.table:
         raise document.error("task", "tasks have names: write [tasks.main] and [tasks.main.data], or another name")
     run = toml.convert(document, "run", Run)
@@ -149,6 +168,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         tasks=_tasks(document, names),
         optimizer=toml.convert(document, "optimizer", OptimizerConfig),
         costs=toml.convert(document, "costs", Costs),
+        planner=toml.convert(document, "planner", Planner),
+        overrides=tuple(overrides),
     )
     _check_names(document, job)
     return job

@@ -1,25 +1,26 @@
-"""Plan ahead: a thread of the first rank makes the plans for the next order while the workers run this one.
+"""Hand out plans ahead of use: a thread of the first rank publishes the next order while the workers run this one.
 
     batch -> share_out -> policy.plan per replica -> compile -> verify all replicas together -> publish
 
-`plan_batch` is that line as a pure function. `Ahead` pulls orders from an iterator that calls it, publishes
-them and stays one order ahead of the workers; training waits only if a plan is late. An error on the way (a
-policy that raises, a plan that the verifier rejects, a sample that cannot be read) goes to all workers in
-place of the plan.
+`plan_batch` is that line up to the verifier as a pure function; in training, processes of their own go along it
+(`service.py`). `Ahead` pulls orders from a generator and publishes them, and stays one order ahead of the workers;
+training waits only if a plan is late. An error on the way (a policy that raises, a plan that the verifier rejects, a
+sample that cannot be read) goes to all workers in place of the plan.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pipeweaver.costs import Costs
-from pipeweaver.data.items import Batch
+from pipeweaver.data.items import Batch, Share
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
+from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, RunPlan
 from pipeweaver.runtime.process import exit_code, in_words, use_cores
 from pipeweaver.schedule.compile import compile_plan
@@ -46,7 +47,14 @@ class Planning:
 def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) -> tuple[Plan, ...]:
     """Verified plans of all replicas for one batch. Raises ValueError if the policy finds none, or a wrong one."""
     shares = share_out(planning.graph, batch, planning.num_replicas, planning.costs)
-    plans = tuple(
+    plans = plan_shares(planning, shares, forward_only=forward_only)
+    verify(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
+    return plans
+
+
+def plan_shares(planning: Planning, shares: Sequence[Share], *, forward_only: bool = False) -> tuple[Plan, ...]:
+    """Plans for some replicas' shares of a batch, not yet verified. Raises ValueError if the policy finds none."""
+    return tuple(
         compile_plan(
             planning.graph,
             share,
@@ -67,8 +75,19 @@ def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) 
         )
         for share in shares
     )
-    verify(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
-    return plans
+
+
+def corrected(planning: Planning, factors: Mapping[str, float]) -> Planning:
+    """The same with times of stages multiplied by a factor per module (`profile/correct.py`); none changes nothing."""
+    if not factors:
+        return planning
+    assert isinstance(planning.costs, TableCosts), "only measured costs are corrected"
+    return replace(planning, costs=planning.costs.corrected(factors))
+
+
+def predicted_ns(plans: Sequence[Plan]) -> int:
+    """What plans of one batch are compared by: the longest step of a replica, for which the others wait."""
+    return max(plan.prediction.step_ns for plan in plans if plan.prediction is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +104,7 @@ class Order:
 
 
 class Ahead:
-    """The planner thread. `orders` is pulled on the thread: making the next order is making its plans.
+    """The thread that publishes. `orders` is pulled and closed on it: a plan that is made in place is made there.
 
     Every worker of every replica (`readers` in each) takes every order, from number `first` on. `cores` are what
     the thread may run on, where that is not what the process may.
@@ -93,7 +112,7 @@ class Ahead:
 
     def __init__(
         self,
-        orders: Iterable[Order],
+        orders: Generator[Order],
         exchange: Exchange,
         *,
         num_replicas: int,
@@ -101,7 +120,7 @@ class Ahead:
         first: int = 0,
         cores: Collection[int] = (),
     ) -> None:
-        self._orders: Iterator[Order] = iter(orders)
+        self._orders = orders
         self._exchange = exchange.clone()
         self._num_replicas = num_replicas
         self._readers = readers
@@ -111,16 +130,16 @@ class Ahead:
         self._may_plan = threading.Semaphore(1)
         self._ended = False
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="planner", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
 
     def started(self, number: int) -> Order | None:
-        """The workers begin order `number`: the one after it may be planned. None for the end of the run."""
+        """The workers begin order `number`: the one after it is asked for. None for the end of the run."""
         self._may_plan.release()
         return self._planned.pop(number, None)
 
     def close(self) -> None:
-        """Stop after the order that is being planned."""
+        """Stop after the order that is being made."""
         self._ended = True
         self._may_plan.release()
         self._thread.join()
@@ -144,6 +163,8 @@ class Ahead:
             self.error = error
             failure = Failure(error=in_words(error), code=exit_code(error))
             self._exchange.publish(number, [failure] * self._num_replicas, readers=self._readers)
+        finally:
+            self._orders.close()
 
     def _publish(self, number: int, order: Order) -> None:
         messages = [RunPlan(plan=plan, fingerprint=plan.fingerprint, data=order.data) for plan in order.plans]

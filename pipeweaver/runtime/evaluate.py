@@ -1,7 +1,6 @@
 """Evaluation: forward-only plans over the held-out data, each sample once, in an order that is always the same.
 
-    evaluation_orders(planning, batches, planned, step=100)
-                                   Order(data="held-out", is_last=False) ... Order(is_last=True)
+    Order(data="held-out", is_last=False) ... Order(is_last=True)         handed out by orders.py
     summed(collected orders)       Evaluation(loss=0.41, samples=320, reported={"read": 0.94})
 
 A loss is divided by its units over all held-out data, so that how samples are batched changes nothing.
@@ -9,14 +8,11 @@ A loss is divided by its units over all held-out data, so that how samples are b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pipeweaver.data.items import Batch
-from pipeweaver.runtime.ahead import Order, Planning, plan_batch
 from pipeweaver.runtime.collect import Collected
-from pipeweaver.schedule.ir import Plan
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,20 +25,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     reported: dict[str, float]
     samples: int
     duration_ns: int
-
-
-def evaluation_orders(
-    planning: Planning, batches: Sequence[Batch], planned: list[tuple[Plan, ...]], step: int
-) -> Iterator[Order]:
-    """One evaluation after `step` steps of training, planned batch by batch as it is asked for.
-
-    `planned` keeps the plans for the evaluations to come: the same ones serve a whole run, and items keep their
-    random draws from one to the next.
-    """
-    for number, batch in enumerate(batches):
-        if number == len(planned):
-            planned.append(plan_batch(planning, batch, forward_only=True))
-        yield Order(plans=planned[number], step=step, data="held-out", is_last=number == len(batches) - 1)
 
 
 def summed(collected: Sequence[Collected], weights: Mapping[str, float]) -> Evaluation:

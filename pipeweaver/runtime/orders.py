@@ -1,16 +1,21 @@
-"""The orders of a run in sequence, made when they are asked for: planned from batches, or replayed from files.
+"""The orders of a run in sequence, handed out when they are asked for: planned from batches, or replayed from files.
 
-steps 0, 1 on training data | evaluation after 2 steps | step 2 | evaluation after 3 steps, the last
+    steps 0, 1 on training data | evaluation after 2 steps | step 2 | evaluation after 3 steps, the last
+
+The planner service (`service.py`) is told of the batches to come some orders ahead.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
+from pipeweaver.calibrate import pack_costs
+from pipeweaver.cluster import available_cores
 from pipeweaver.config import Job
 from pipeweaver.data.items import Batch, Sample
 from pipeweaver.data.loader import Loader
@@ -18,10 +23,11 @@ from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
-from pipeweaver.runtime.ahead import Order, Planning, plan_batch
-from pipeweaver.runtime.evaluate import evaluation_orders
+from pipeweaver.runtime.ahead import Order
 from pipeweaver.runtime.exchange import Data
+from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
+from pipeweaver.runtime.service import Service
 from pipeweaver.schedule.ir import Placement, Plan
 
 
@@ -39,25 +45,47 @@ def planned_orders(
     costs: TableCosts,
     corrections: Corrections,
     budget_bytes: int | None,
-) -> tuple[Iterator[Order], Placement]:
-    """The run's orders, each planned when it is asked for, and the placement that they are for.
+    cores: Collection[int] = (),
+) -> tuple[Generator[Order], Placement]:
+    """The run's orders, planned by a service on `cores`, and the placement that they are for.
 
-    Each is planned with the corrections of that time; the placement knows none. Raises ValueError if the policy
+    The service is there from the first order that is asked for until the generator is closed. Each order is planned
+    with the corrections of the time when it was told of; the placement knows none. Raises ValueError if the policy
     cannot place the model, or the held-out data does not fit the job.
     """
     planning = prepare.place(job, graph, prepare.job_sample(job, loaders["train"]), costs, budget_bytes)
     evaluated = prepare.held_out_batches(loaders.get("held-out", {}))
+    setup = JobSetup(
+        path=job.path,
+        overrides=job.overrides,
+        fingerprint=prepare.fingerprint(job),
+        placement=planning.placement,
+        budget_bytes=budget_bytes,
+        costs=pack_costs(costs),
+    )
 
-    def corrected() -> Planning:
-        factors = corrections.factors
-        return replace(planning, costs=costs.corrected(factors)) if factors else planning
+    def service() -> Service:
+        usable = cores or available_cores()
+        return Service(
+            planning,
+            setup,
+            processes=job.planner.processes or default_processes(len(usable), job.workers.replicas, job.planner.ahead),
+            rounds=job.rounds,
+            seconds=job.planner.seconds,
+            cores=cores,
+        )
 
-    return _planned(job, corrected, TaskBatches(loaders["train"]), evaluated), planning.placement
+    return _planned(job, service, corrections, TaskBatches(loaders["train"]), evaluated), planning.placement
+
+
+def default_processes(cores: int, replicas: int, ahead: int) -> int:
+    """Half the cores at most, and no more than there are plans to be made at a time."""
+    return max(1, min(cores // 2, replicas * (ahead + 1)))
 
 
 def replayed_orders(
     job: Job, graph: ModelGraph, loaders: Mapping[Data, Mapping[str, Loader]], budget_bytes: int | None
-) -> tuple[Iterator[Order], Placement]:
+) -> tuple[Generator[Order], Placement]:
     """The recorded orders of `job.run.plans` up to its last step, each proven again when it is asked for, and their
     placement. `loaders` of each task say what the job's data is.
 
@@ -104,13 +132,53 @@ def recorded_entries(job: Job, datas: Collection[Data]) -> list[Entry]:
     return entries
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """An order to come. `number` is what its plans are wanted as; those of an evaluation serve the later ones."""
+
+    number: int
+    batch: Batch
+    step: int
+    data: Data = "train"
+    is_last: bool = True
+
+
 def _planned(
-    job: Job, planning: Callable[[], Planning], batches: TaskBatches, held_out: Sequence[Batch]
-) -> Iterator[Order]:
+    job: Job, start: Callable[[], Service], corrections: Corrections, batches: TaskBatches, held_out: Sequence[Batch]
+) -> Generator[Order]:
+    told: deque[_Told] = deque()
+    to_tell = _to_tell(job, batches, held_out, told)
+    evaluated: dict[int, tuple[Plan, ...]] = {}
+    with start() as service:
+        while True:
+            while len(told) <= job.planner.ahead and (one := next(to_tell, None)) is not None:
+                first_time = one.number not in evaluated and all(other.number != one.number for other in told)
+                told.append(one)
+                if first_time:
+                    forward_only = one.data == "held-out"
+                    service.want(one.number, one.batch, forward_only=forward_only, factors=corrections.factors)
+            if not told:
+                return
+            one = told.popleft()
+            plans = evaluated.get(one.number) or service.take(one.number)
+            if one.data == "train":
+                next(batches)  # the position in the data is behind what was handed out, not behind what is planned
+            else:
+                evaluated[one.number] = plans
+            yield Order(plans=plans, step=one.step, data=one.data, is_last=one.is_last)
+
+
+def _to_tell(job: Job, batches: TaskBatches, held_out: Sequence[Batch], told: Collection[_Told]) -> Iterator[_Told]:
+    """All orders of the run. `told` are those that the data still stands before."""
     steps, every = job.run.steps, job.run.evaluate_every
-    evaluated: list[tuple[Plan, ...]] = []
-    for batch in islice(batches, steps):
-        yield Order(plans=plan_batch(planning(), batch), step=batch.step)
+    numbers = count()
+    evaluation = [next(numbers) for _ in held_out]
+    for _ in range(steps):
+        batch = batches.peek(sum(one.data == "train" for one in told))
+        if batch is None:
+            return
+        yield _Told(number=next(numbers), batch=batch, step=batch.step)
         done = batch.step + 1
         if held_out and (done == steps or (every and done % every == 0)):
-            yield from evaluation_orders(planning(), held_out, evaluated, done)
+            for number, held in zip(evaluation, held_out, strict=True):
+                yield _Told(number=number, batch=held, step=done, data="held-out", is_last=number == evaluation[-1])

@@ -156,7 +156,7 @@ def planning(job: Job, graph: ModelGraph, placement: Placement, costs: Costs, bu
 
 def fingerprint(job: Job) -> str:
     """Equal for equal jobs, wherever their files are."""
-    content = msgspec.msgpack.encode(msgspec.to_builtins(msgspec.structs.replace(job, path="")))
+    content = msgspec.msgpack.encode(msgspec.to_builtins(msgspec.structs.replace(job, path="", overrides=())))
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ Replayed plans are proven again before use, since files can be changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def replay(
     num_workers: int,
     dtype: str,
     budget_bytes: int | None,
-) -> Iterator[Order]:
+) -> Generator[Order]:
     """The orders again, each verified. `sample(data, record, task, draw)` is what the job's data has there.
 
     Raises ValueError, naming the file, if one does not fit the job.
@@ -127,22 +127,28 @@ def replay(
         if plans[0].placement != placement:
             raise ValueError(f"{path} has its chunks on other workers than {entries[0].file}: it is of another run")
         try:
-            shares = _shares(plans, graph, partial(sample, entry.data))
+            shares = shares_of(plans, graph, partial(sample, entry.data))
             verify(plans, graph, shares, dtype=dtype, budget_bytes=budget_bytes)
         except ValueError as error:
             raise ValueError(f"{path} is no plan for this job: {error}") from None
         yield Order(plans=plans, step=entry.step, data=entry.data, is_last=entry.is_last)
 
 
-def _shares(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, str, int], Sample]) -> list[Share]:
-    """What the replicas share out: the samples that the plans name, as the job's data has them."""
+def shares_of(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, str, int], Sample]) -> list[Share]:
+    """What the replicas share out: the samples that the plans name, as `sample(record, task, draw)` has them.
+
+    Raises ValueError if items or links of the plans are not those of the samples.
+    """
     samples: list[Sample] = []
     for plan in plans:
         items: dict[str, Item] = {}
+        links: dict[str, list[tuple[str, str]]] = {}
         for name, record in plan.records.items():
             task, _, draw = name.rpartition("/")
-            samples.append(sample(record, task, int(draw)))
-            items |= {item.name: item for item in samples[-1].items}
+            one = sample(record, task, int(draw))
+            samples.append(one)
+            items |= {item.name: item for item in one.items}
+            links[name] = [(one.items[a].name, one.items[b].name) for a, b in one.links]
         for item in plan.items:
             if items.get(item.name) != item:
                 raise ValueError(
@@ -152,8 +158,12 @@ def _shares(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, str
                 )
         if len(plan.items) != len(items):
             raise ValueError(f"it has {len(plan.items)} items, the job's data {len(items)} for the same samples")
-        links = {(one.items[a].name, one.items[b].name) for one in samples for a, b in one.links}
-        if not {(plan.items[a].name, plan.items[b].name) for a, b in plan.links} <= links:
+        # Their order is that of the rows that they bring.
+        found: dict[str, list[tuple[str, str]]] = {name: [] for name in links}
+        for a, b in plan.links:
+            source, destination = plan.items[a], plan.items[b]
+            found[f"{source.task}/{source.draw}"].append((source.name, destination.name))
+        if found != links:
             raise ValueError("its items are linked otherwise than in the job's data")
     normalisers = count_normalisers(graph, samples)
     return [

@@ -6,14 +6,15 @@
     4. run       orders until there are no more: receive a plan, run it, report
     5. report    the first rank puts the reports together, while the next order runs, and tells observers
 
-Only the first rank plans (`ahead.py`) and hears reports (`collect.py`), each on a thread of its own.
+Only the first rank hands out plans (`ahead.py`), which processes of their own make (`service.py`), and hears reports
+(`collect.py`), each on a thread of its own.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,9 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
                 if costs is None:
                     orders, placement = replayed_orders(job, graph, loaders, budget_bytes)
                 else:
-                    orders, placement = planned_orders(job, graph, loaders, costs, corrections, budget_bytes)
+                    orders, placement = planned_orders(
+                        job, graph, loaders, costs, corrections, budget_bytes, membership.helper_cores
+                    )
             _publish(job, exchange, Setup(job=prepare.fingerprint(job), placement=placement))
             ahead_ns, cores = [offset.ahead_ns for offset in offsets], membership.helper_cores
             first = FirstRank(job, exchange, graph, orders, corrections, observers, ahead_ns, cores)
@@ -129,7 +132,7 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
 class FirstRank:
     """What the first rank does beside its own work: it gives the orders and puts the reports together.
 
-    It plans on one thread (`ahead.py`) and collects reports on another (`collect.py`), both on `cores` if given.
+    It hands out plans on one thread (`ahead.py`) and collects reports on another (`collect.py`), both on `cores` if given.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class FirstRank:
         job: Job,
         exchange: Exchange,
         graph: ModelGraph,
-        orders: Iterator[Order],
+        orders: Generator[Order],
         corrections: Corrections,
         observers: Sequence[Observer],
         ahead_ns: Sequence[int],

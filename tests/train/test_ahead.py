@@ -51,6 +51,6 @@ def test_an_error_takes_the_place_of_the_plan_in_every_replica():
 
 
 def test_close_ends_the_thread():
-    ahead = Ahead(iter([]), Exchange(dist.HashStore(), patience_s=5), num_replicas=1, readers=1)
+    ahead = Ahead((order for order in ()), Exchange(dist.HashStore(), patience_s=5), num_replicas=1, readers=1)
     ahead.close()
-    assert not any(thread.name == "planner" for thread in threading.enumerate())
+    assert not any(thread.name == "ahead" for thread in threading.enumerate())

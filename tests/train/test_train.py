@@ -195,10 +195,12 @@ POLICIES["1f1b"] = Policy(place=policy.place, plan=plan)
 def test_an_error_of_the_policy_stops_all_workers(tmp_path):
     folder = tmp_path / "policy"
     folder.mkdir()
-    (folder / "break.py").write_text(BREAK_POLICY)
+    for name in ("break.py", "break_planner.py"):
+        (folder / name).write_text(BREAK_POLICY)
     code, err = finish(start(folder, "workers.pipeline=2", num_workers=2))
     assert code == 2
-    assert err.splitlines() == ["error: worker process 0: worker 1 lacks 3 GiB; recompute more layers"]
+    errors = [line for line in err.splitlines() if "warning: the planner had no plan" not in line]  # a busy machine
+    assert errors == ["error: worker process 0: worker 1 lacks 3 GiB; recompute more layers"]
     assert len(read_metrics(folder / "metrics.jsonl")) == 1  # the step before was run and reported
 
 

@@ -5,6 +5,7 @@ Run by `launch` or torchrun as `worker_process.py FOLDER KEY=VALUE …`. What go
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from pipeweaver.runtime.process import run_worker, tie_to_parent
@@ -18,7 +19,7 @@ def main() -> None:
 
     from pipeweaver import config
     from pipeweaver.costs import FlatCosts
-    from pipeweaver.runtime import train
+    from pipeweaver.runtime import orders, train
 
     folder = Path(sys.argv[1])
     workers = []
@@ -39,6 +40,9 @@ def main() -> None:
             file.write(msgspec.json.encode(line) + b"\n")
 
     train.Worker, train.calibrated_costs = KeptWorker, flat_costs
+    orders.pack_costs = lambda costs: b""
+    command = [sys.executable, str(Path(__file__).with_name("planner_script.py")), str(folder)]
+    orders.Service = partial(orders.Service, command=command)
     if (folder / "break.py").exists():
         exec((folder / "break.py").read_text(), {"train": train, "folder": folder})
     job = config.load(folder / "job.toml", [f"run.output={folder}/out", *sys.argv[2:]])

@@ -1,0 +1,182 @@
+"""A planner process: makes plans for the batches that it is told of, the first at once, then better ones.
+
+    python -m pipeweaver.runtime.planner_process FD        started by `planner_pool.py`, never by a user
+
+It has a list of batches that plans are wanted for. Those without a plan come first; then the search goes on with the
+one that is needed first, until its rounds are made or its time is up. A plan of n rounds is what the policy's `plan`
+gives for n rounds, however they were counted out here, so what ran can be made again. Nothing is proven here: the
+first worker proves what it takes (`service.py`), so that a planner process cannot do harm.
+
+It runs at low priority (as soon as training does), ends with the process that started it, and ignores Ctrl-C, which that one deals with.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from pipeweaver.runtime.process import tie_to_parent
+
+LEAST_ROUNDS = 16
+"""Rounds between the first plan and the second; each plan after it has twice as many as the one before."""
+CLOSE = 1.001
+"""A makespan of so many times the lower bound is not searched any further."""
+NICE = 19
+"""Lowest priority: workers come first, wherever they want to run."""
+
+tie_to_parent()  # before what takes seconds to import
+
+import msgspec  # noqa: E402
+
+from pipeweaver import config  # noqa: E402
+from pipeweaver.calibrate import unpack_costs  # noqa: E402
+from pipeweaver.data.items import Share  # noqa: E402
+from pipeweaver.planner.assign import share_out  # noqa: E402
+from pipeweaver.runtime import prepare  # noqa: E402
+from pipeweaver.runtime.ahead import Planning, corrected, plan_shares, predicted_ns  # noqa: E402
+from pipeweaver.runtime.planner_messages import (  # noqa: E402
+    Begin,
+    Inbox,
+    JobSetup,
+    Planned,
+    Ready,
+    Refused,
+    Taken,
+    ToPlanner,
+    Wanted,
+    encode,
+)
+from pipeweaver.schedule.ir import Plan  # noqa: E402
+
+
+def main(planning_of: Callable[[Begin], Planning] | None = None) -> None:
+    """Serve the socket that the command line names until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as end:
+        try:
+            serve(end, planning_of or job_planning)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # whoever wanted plans wants no more
+        except ValueError as error:
+            print(f"error: planner process: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
+def job_planning(begin: Begin) -> Planning:
+    """What plans of the job depend on. Raises ValueError if its file is not what it was when the run began."""
+    setup = msgspec.msgpack.decode(begin.setup, type=JobSetup)
+    job = config.load(setup.path, setup.overrides)
+    if prepare.fingerprint(job) != setup.fingerprint:
+        raise ValueError(f"{setup.path} has changed since the run began")
+    graph = prepare.job_graph(job)
+    return prepare.planning(job, graph, setup.placement, unpack_costs(setup.costs, graph), setup.budget_bytes)
+
+
+def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
+    """Answer what is asked over `end`. Raises EOFError when it is closed."""
+    inbox, waiting = Inbox(), list[bytes]()
+    while not waiting:
+        waiting = inbox.receive(end)
+    begin = msgspec.msgpack.decode(waiting.pop(0), type=Begin)
+    if begin.beside_training:
+        os.nice(NICE)
+    planning = planning_of(begin)
+    # Plans are trees of records, in which nothing is ever found to be garbage but much time goes into looking.
+    gc.freeze()
+    gc.disable()
+    end.sendall(encode(Ready()))
+    searches: dict[int, Search] = {}
+    while True:
+        for content in waiting:
+            message: ToPlanner = msgspec.msgpack.decode(content, type=ToPlanner)  # type: ignore[arg-type]
+            if isinstance(message, Wanted):
+                searches[message.number] = Search(planning, begin, message)
+            else:
+                assert isinstance(message, Taken)
+                searches.pop(message.number, None)
+        waiting = []
+        if searches:
+            number = min(searches, key=lambda n: (searches[n].has_plan, n))
+            answer = searches[number].step()
+            end.sendall(encode(answer))
+            if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
+                os.nice(NICE)  # training begins
+            if isinstance(answer, Refused) or answer.finished:
+                del searches[number]
+        else:
+            gc.collect()
+        if not searches or select.select([end], [], [], 0)[0]:
+            while not waiting:
+                waiting = inbox.receive(end)
+
+
+class Search:
+    """The search for the plans of one batch, for some replicas: each step makes more rounds."""
+
+    def __init__(self, planning: Planning, begin: Begin, wanted: Wanted) -> None:
+        self._planning = corrected(planning, wanted.factors)
+        self._wanted = wanted
+        self._most_rounds, self._seconds = begin.rounds, begin.seconds
+        self._rounds = iter([begin.rounds]) if begin.rounds is not None else _ever_more()
+        self._used = 0.0
+        self._shares: Sequence[Share] = ()
+        self._best: tuple[Plan, ...] = ()
+
+    @property
+    def has_plan(self) -> bool:
+        return bool(self._best)
+
+    def step(self) -> Planned | Refused:
+        """The next plans, or why there are none."""
+        begun = time.process_time()
+        rounds = next(self._rounds)
+        try:
+            plans = self._plans(rounds)
+        except ValueError as error:
+            return Refused(number=self._wanted.number, error=str(error))
+        took = time.process_time() - begun
+        self._used += took
+        # More rounds are not always better in the end: the compiler knows more than the search.
+        better = not self._best or predicted_ns(plans) < predicted_ns(self._best)
+        if better:
+            self._best = plans
+        # The next plans take about twice as long as these did.
+        finished = self._most_rounds is not None or self._used + 2 * took > self._seconds or _is_proven_best(plans)
+        return Planned(
+            number=self._wanted.number,
+            rounds=rounds,
+            finished=finished,
+            plans=msgspec.msgpack.encode(plans) if better else b"",
+        )
+
+    def _plans(self, rounds: int) -> tuple[Plan, ...]:
+        wanted, planning = self._wanted, self._planning
+        if not self._shares:
+            shares = share_out(planning.graph, wanted.batch, planning.num_replicas, planning.costs)
+            self._shares = shares[wanted.first : wanted.stop]
+        return plan_shares(replace(planning, rounds=rounds), self._shares, forward_only=wanted.forward_only)
+
+
+def _ever_more() -> Iterator[int]:
+    yield 0
+    rounds = LEAST_ROUNDS
+    while True:
+        yield rounds
+        rounds *= 2
+
+
+def _is_proven_best(plans: Sequence[Plan]) -> bool:
+    """No schedule of the same stages is shorter by more than `CLOSE`."""
+    predictions = [plan.prediction for plan in plans if plan.prediction is not None]
+    return all(found.makespan_ns <= CLOSE * found.lower_bound_ns for found in predictions)
+
+
+if __name__ == "__main__":
+    main()
