@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,8 +39,8 @@ END_S = 2.0
 class Planner:
     """A planner process: the one that runs now, in the how manieth life; `failures` since its last plan.
 
-    `is_settled`: it has said something about a plan in this life, `heard` (on the monotonic clock) at last; `is_late`:
-    not since a plan was waited for in vain. Both are for whoever hears of it.
+    `is_settled`: it has said something about a plan in this life; `is_late`: nothing since a plan was waited for in vain;
+    `owes_since` (on the monotonic clock) it owes an answer and has said nothing. All for whoever hears of it.
     """
 
     process: subprocess.Popen[bytes] | None = None
@@ -52,7 +51,7 @@ class Planner:
     failures: int = 0
     is_settled: bool = False
     is_late: bool = False
-    heard: float = 0.0
+    owes_since: float | None = None
     pid: int = 0
 
     @property
@@ -154,7 +153,7 @@ class Pool:
             for content in planner.inbox.receive(planner.end):
                 message: FromPlanner = msgspec.msgpack.decode(content, type=FromPlanner)  # type: ignore[arg-type]
                 with self._lock:
-                    planner.heard = time.monotonic()
+                    planner.owes_since = None
                     self._tell_heard(planner, message)
         except BlockingIOError:
             return
@@ -189,6 +188,7 @@ class Pool:
             planner.outgoing = bytearray(encode(replace(self._begin, beside_training=True)))
             planner.failures += 1
             planner.is_settled = planner.is_late = False
+            planner.owes_since = None
             self._tell_lost(planner, why)
         if planner.is_there:
             self._start(planner)

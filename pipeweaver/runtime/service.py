@@ -44,7 +44,7 @@ from pipeweaver.schedule.verify import verify
 START_S = 120.0
 """Until a process of a new run has its first plan: libraries are loaded, kernels may have to be compiled."""
 LATE_S, LATE_TIMES = 1.0, 4
-"""A plan that is needed is waited for so long, or so many times as long as the slowest took to come so far."""
+"""A plan that is needed is waited for so long, or so many times as long as it took to make the last one in place."""
 FROZEN_S = 30.0
 """A process that owes a plan and says nothing for so long, or twice as long as is waited for it, is ended."""
 POLL_S = 0.5
@@ -57,7 +57,6 @@ class _Piece:
 
     message: Wanted
     planner: Planner | None = None
-    asked: float = 0.0
     best: Planned | None = None
     finished: bool = False
     refused: bool = False
@@ -101,7 +100,7 @@ class Service:
         self._said_late = False
         self._reuse = Reuse()
         self._works: dict[int, _Work] = {}
-        self._slowest_s = 0.0
+        self._in_place_s = 0.0
         self._changed = threading.Condition()
         begin = Begin(setup=msgspec.Raw(msgspec.msgpack.encode(setup)), rounds=rounds, seconds=seconds)
         self._pool = Pool(processes, begin, command, cores, lock=self._changed, heard=self._heard, lost=self._lost)
@@ -152,7 +151,10 @@ class Service:
         if found:
             self._reuse.keep(work.key, work.batch, found, is_final=all(piece.finished for piece in work.pieces))
             return found
-        return plan_batch(corrected(self._planning, work.factors), work.batch, forward_only=work.forward_only)
+        begun = time.monotonic()
+        found = plan_batch(corrected(self._planning, work.factors), work.batch, forward_only=work.forward_only)
+        self._in_place_s = time.monotonic() - begun
+        return found
 
     # What was found.
 
@@ -171,6 +173,9 @@ class Service:
                     for planner in planners.values():
                         self._pool.fail(planner, f"sent what is no plan for step {work.batch.step} ({_line(error)})")
             else:
+                for piece in work.pieces:
+                    if piece.planner is not None:
+                        piece.planner.failures = 0
                 if not best or predicted_ns(found) < predicted_ns(best):
                     return found
         if best:
@@ -219,7 +224,7 @@ class Service:
             return 0.0
         if not piece.planner.is_settled:
             return START_S if piece.planner.lives <= 1 else 0.0
-        return max(LATE_S, LATE_TIMES * self._slowest_s)
+        return max(LATE_S, LATE_TIMES * self._in_place_s)
 
     def _late(self, work: _Work, waited_s: float) -> None:
         """A plan did not come in time: its process is not waited for until it speaks again, and ended if it does not."""
@@ -228,10 +233,10 @@ class Service:
             planner = piece.planner
             if planner is None or piece.finished or (piece.best is not None and not self._waits_for_search):
                 continue
-            silent_s = now - max(planner.heard, piece.asked)
+            silent_s = now - (planner.owes_since or now)
             if waited_s or planner.is_late:
                 planner.is_late = True
-                if silent_s > max(FROZEN_S, 2 * LATE_TIMES * self._slowest_s):
+                if silent_s > max(FROZEN_S, 2 * LATE_TIMES * self._in_place_s):
                     self._pool.fail(planner, f"has said nothing for {silent_s:.0f} s")
         if waited_s and not self._said_late:
             self._said_late = True
@@ -253,12 +258,10 @@ class Service:
         if isinstance(message, Refused):
             piece.refused = True
         else:
-            if piece.best is None and planner.is_settled:
-                self._slowest_s = max(self._slowest_s, time.monotonic() - piece.asked)
             if message.plans:
                 piece.best = message
             piece.finished = message.finished
-        planner.is_settled, planner.failures = True, 0
+        planner.is_settled = True
         self._changed.notify_all()
 
     def _lost(self, planner: Planner, why: str) -> None:
@@ -294,8 +297,10 @@ class Service:
         for piece in waiting:
             chosen = min(load, key=load.__getitem__)
             load[chosen] += 1
-            piece.planner, piece.asked = by_id[chosen], time.monotonic()
-            self._pool.send(piece.planner, encode(piece.message))
+            planner = by_id[chosen]
+            piece.planner = planner
+            planner.owes_since = planner.owes_since or time.monotonic()
+            self._pool.send(planner, encode(piece.message))
 
 
 def _unpack(piece: _Piece) -> tuple[Plan, ...]:

@@ -1,0 +1,243 @@
+"""The planner service: plans before they are needed, and a run that goes on whatever becomes of the processes."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from pipeweaver.runtime import service as service_module
+from pipeweaver.runtime.ahead import plan_batch
+from pipeweaver.runtime.planner_messages import Begin, JobSetup, Planned, Taken, encode
+from pipeweaver.runtime.planner_process import job_planning
+from pipeweaver.runtime.reuse import Reuse
+from pipeweaver.runtime.service import Service
+from tests.train import service_cases
+from tests.train.processes import alive, environment, wait_for
+from tests.train.service_cases import batch, planning
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Nothing(msgspec.Struct):
+    """What the planner process of these tests needs to be told."""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start a service whose processes are broken by `code`; what it says is in its `said`."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    started = []
+
+    def begin(code="", *, replicas=1, **settings):
+        (tmp_path / "replicas").write_text(str(replicas))
+        (tmp_path / "break.py").write_text(code)
+        said = []
+        service = Service(
+            planning(replicas=replicas),
+            Nothing(),
+            say=said.append,
+            **{"command": (sys.executable, service_cases.__file__, str(tmp_path)), **settings},
+        )
+        service.said = said
+        started.append(service)
+        return service
+
+    yield begin
+    for service in started:
+        pids = [planner.pid for planner in service._pool.planners]
+        service.close()
+        assert not any(map(alive, pids))
+        assert not any(thread.name == "planner pool" for thread in threading.enumerate())
+
+
+def taken(service, steps):
+    """Plans of some steps, each told of two steps ahead."""
+    wanted, found = list(steps), []
+    for i, step in enumerate(wanted):
+        for ahead in wanted[i : i + 3] if i == 0 else wanted[i + 2 : i + 3]:
+            service.want(ahead, batch(ahead, tokens=8 + ahead))
+        found.append(service.take(step))
+    return found
+
+
+def assert_right(found, steps, **settings):
+    """The plans are of these steps' samples, each sample once. They were proven by the service."""
+    for step, plans in zip(steps, found, strict=True):
+        wanted = {(sample.task, sample.draw) for sample in batch(step).samples}
+        names = [tuple(name.split("/")) for plan in plans for name in plan.records]
+        assert sorted((task, int(draw)) for task, draw in names) == sorted(wanted)
+        assert all(plan.step == step for plan in plans)
+
+
+@pytest.mark.parametrize(("processes", "replicas"), [(1, 1), (2, 3)])
+def test_with_fixed_rounds_the_plans_are_those_made_in_place(start, processes, replicas):
+    service = start(replicas=replicas, processes=processes, rounds=5)
+    found = taken(service, range(4))
+    here = planning(replicas=replicas, rounds=5)
+    assert found == [plan_batch(here, batch(step, tokens=8 + step)) for step in range(4)]
+
+
+def test_more_rounds_are_made_as_long_as_nobody_needs_the_plan_and_each_can_be_made_again(start):
+    service = start(seconds=0.5)
+    service.want(0, batch(0))
+    assert service.take(0)  # whatever is there
+    for step in (1, 2):
+        service.want(step, batch(step, tokens=8 + step))
+    wait_for(lambda: all(piece.finished for work in service._works.values() for piece in work.pieces))
+    for step in (1, 2):
+        (plan,) = service.take(step)
+        assert (plan,) == plan_batch(planning(rounds=plan.rounds), batch(step, tokens=8 + step))
+
+
+def test_equal_batches_are_not_planned_again(start):
+    service = start(rounds=3)
+    service.want(0, batch(0))
+    first = service.take(0)
+    for step in range(1, 4):
+        service.want(step, batch(step))
+        assert not service._works[step].pieces
+        (plan,) = service.take(step)
+        assert (plan,) == plan_batch(planning(rounds=3), batch(step))
+        assert plan.order == first[0].order
+    service.want(4, batch(4, tokens=9))  # one token more
+    assert service._works[4].pieces
+    service.take(4)
+
+
+def test_a_process_killed_in_the_middle_is_told_once_and_started_again(start):
+    service = start()
+    assert_right(taken(service, range(3)), range(3))
+    (planner,) = service._pool.planners
+    killed = planner.pid
+    service.want(3, batch(3, tokens=20))
+    os.kill(killed, signal.SIGKILL)
+    found = [service.take(3)]
+    service.want(4, batch(4, tokens=21))
+    found.append(service.take(4))  # in place, or by the new process, if that was quick
+    assert_right(found, [3, 4])
+    wait_for(lambda: service.said)
+    (words,) = service.said
+    assert words.startswith(f"warning: planner process {killed} was ended by SIGKILL; it is started again")
+    service.want(5, batch(5, tokens=22))
+    wait_for(lambda: planner.pid != killed and planner.is_settled)
+    service.take(5)
+    assert len(service.said) == 1
+
+
+LATE = """
+import time
+step = planner_process.Search.step
+def late(self):
+    if self._wanted.number >= 1:
+        time.sleep(SECONDS)
+    return step(self)
+planner_process.Search.step = late
+"""
+
+
+def test_a_late_process_is_not_waited_for(start, monkeypatch):
+    monkeypatch.setattr(service_module, "LATE_S", 0.2)
+    service = start(LATE.replace("SECONDS", "4"))
+    service.want(0, batch(0))
+    service.take(0)
+    begun = time.monotonic()
+    for step in range(1, 6):
+        service.want(step, batch(step, tokens=8 + step))
+        assert_right([service.take(step)], [step])
+    assert time.monotonic() - begun < 3
+    (words,) = service.said
+    assert words.startswith("warning: the planner had no plan when it was needed, nor 0.2 s later")
+
+
+def test_a_frozen_process_is_ended_and_started_again(start, monkeypatch):
+    monkeypatch.setattr(service_module, "LATE_S", 0.1)
+    monkeypatch.setattr(service_module, "FROZEN_S", 0.5)
+    service = start()
+    service.want(0, batch(0))
+    service.take(0)
+    (planner,) = service._pool.planners
+    frozen = planner.pid
+    os.kill(frozen, signal.SIGSTOP)
+    step = 1
+    while planner.pid == frozen:
+        service.want(step, batch(step, tokens=8 + step))
+        assert_right([service.take(step)], [step])
+        time.sleep(0.05)
+        step += 1
+    assert not alive(frozen)
+    assert "has said nothing for" in service.said[1]
+
+
+def garbage(plans, other):
+    """What a broken process may say of `plans`, by what is wrong with it: the bytes that it sends."""
+
+    def planned(made):
+        return encode(Planned(number=1, rounds=0, finished=True, plans=msgspec.msgpack.encode(made)))
+
+    (plan,) = plans
+    part = plan.parts[0][0]
+    beyond = ((replace(part, items=(10**6,)), *plan.parts[0][1:]), *plan.parts[1:])
+    return {
+        "no message": b"\x08\0\0\0garbage!",
+        "no length": b"\xff" * 100,
+        "a message of the other side": encode(Taken(number=1)),
+        "no plan": planned([{}]),
+        "no plans": planned([]),
+        "plans of another batch": planned([replace(other[0], step=plan.step)]),
+        "a sample is missing": planned([replace(plan, records=dict(list(plan.records.items())[1:]))]),
+        "an action is missing": planned([replace(plan, actions=(plan.actions[0][1:], *plan.actions[1:]))]),
+        "orders of other workers": planned([replace(plan, order=plan.order[::-1])]),
+        "links in another order": planned([replace(plan, links=plan.links[::-1])]),
+        "items that do not exist": planned([replace(plan, parts=beyond)]),
+        "another placement": planned([replace(plan, placement=replace(plan.placement, workers=3))]),
+    }
+
+
+SEND_ANSWER = """
+import socket, sys
+end = socket.socket(fileno=int(sys.argv[2]))
+end.recv(1)
+end.sendall(open(sys.argv[1], "rb").read())
+while end.recv(100_000):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "what", garbage(plan_batch(planning(), batch(1)), plan_batch(planning(), batch(5, tokens=9))).keys()
+)
+def test_what_is_no_plan_for_the_batch_is_never_trained_on(start, tmp_path, what):
+    right = plan_batch(planning(), batch(1))
+    (tmp_path / "answer").write_bytes(garbage(right, plan_batch(planning(), batch(5, tokens=9)))[what])
+    (tmp_path / "send.py").write_text(SEND_ANSWER)
+    service = start(command=(sys.executable, str(tmp_path / "send.py"), str(tmp_path / "answer")))
+    for failures in range(4):
+        service.want(1, batch(1))
+        (piece,) = service._works[1].pieces
+        wait_for(lambda: piece.best or len(service.said) >= min(failures + 1, 3))  # noqa: B023
+        assert service.take(1) == right
+        wait_for(lambda: len(service.said) >= min(failures + 1, 3))  # noqa: B023
+        service._reuse = Reuse()
+    assert all("sent what is no" in words for words in service.said)
+    assert service.said[2].endswith("left out from here on: the first worker makes all plans, without search")
+
+
+def test_a_job_that_has_changed_since_the_run_began_is_not_planned_for(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "digits.toml"
+    setup = JobSetup(
+        path=str(example),
+        overrides=("run.seed=3",),
+        fingerprint="of another",
+        placement=planning().placement,
+        budget_bytes=None,
+        costs=b"",
+    )
+    with pytest.raises(ValueError, match=r"digits.toml has changed since the run began"):
+        job_planning(Begin(setup=msgspec.Raw(msgspec.msgpack.encode(setup))))
