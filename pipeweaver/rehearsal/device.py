@@ -52,13 +52,15 @@ class Device:
         self._behind_ns = time.perf_counter_ns() - deadline_ns
         self.overslept_ns.append(self._behind_ns)
 
+    def met(self, began_ns: int) -> None:
+        """The action at hand, a meeting, began only when its last member was there."""
+        self._began_ns = began_ns
+
     def after(self, action: Action) -> None:
-        """The host has done its part of an action, a transfer or a meeting included; now the device does its own."""
+        """The host has done its part of an action, while the device did its own: wait for the later one."""
         match action:
-            case Compute() | Load() | Step():
+            case Compute() | Load() | Step() | Reduce() | Norm():
                 self.until(self._began_ns + action.duration_ns)
-            case Reduce() | Norm():  # all members are there only now, by the host's time
-                self.until(time.perf_counter_ns() + action.duration_ns)
             case Offload() | Reload():
                 start_ns = max(self._copying_ns.get(type(action), 0), self._began_ns)
                 self._copying_ns[type(action)] = start_ns + action.duration_ns

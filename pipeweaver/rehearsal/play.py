@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeweaver.data.items import Item
-from pipeweaver.model.graph import ModelGraph
+from pipeweaver.model.graph import ModelGraph, TensorSpec
+from pipeweaver.model.part import PartView
 from pipeweaver.rehearsal.device import Device
 from pipeweaver.rehearsal.links import Marks, RehearsedLinks
 from pipeweaver.rehearsal.script import Report, Scene, Script, StepTimes
-from pipeweaver.rehearsal.stand_in import stand_in_chunk, stand_in_graph, stand_in_parameters
+from pipeweaver.rehearsal.stand_in import Tensors, stand_in_chunk, stand_in_graph, stand_in_parameters
 from pipeweaver.runtime.optimizer import OptimizerConfig
-from pipeweaver.runtime.stage import BuiltChunk
+from pipeweaver.runtime.stage import BuiltChunk, run_backward, run_forward
 from pipeweaver.runtime.transport import Transport
 from pipeweaver.runtime.watchdog import Watchdog
 from pipeweaver.runtime.worker import StepResult, Worker
@@ -29,6 +30,7 @@ def play(script: Script, transport: Transport, marks: Marks, watchdog: Watchdog 
 
     Blocks until all workers do. Raises WorkerError where the transport fails.
     """
+    _warm_up()
     device = Device()
     links = RehearsedLinks(transport, device, marks)
     times = []
@@ -39,6 +41,17 @@ def play(script: Script, transport: Transport, marks: Marks, watchdog: Watchdog 
             times.append(_times(result, links.started_ns[-1], links.moved[-1]))
     links.barrier()
     return Report(steps=tuple(times), overslept_ns=tuple(device.overslept_ns))
+
+
+def _warm_up() -> None:
+    """What happens once in a process, such as the start of autograd's thread, happens before the first step."""
+    x = torch.zeros(1, 1)
+    chunk = stand_in_chunk(Tensors(inputs=(TensorSpec(name="x", width=1),), outputs=(TensorSpec(name="y", width=1),)))
+    item = Item(task="", draw=0, module="", position=0, sizes={"tokens": 1})
+    view = PartView(items=[item], links=[()], loaded={}, step=0, seed=0, device=x.device, dtype=x.dtype)
+    for _ in range(3):
+        state = run_forward(chunk, {"x": x}, view, outputs={"y"}, grad=True, needs_grad={"x"})
+        run_backward(state, {"y": x})
 
 
 def _worker(scene: Scene, links: RehearsedLinks, device: Device, watchdog: Watchdog | None) -> Worker:
