@@ -240,8 +240,9 @@ def _run(  # type: ignore[no-untyped-def]
         most_effects = max(most_effects, problem.effect_start[s + 1] - problem.effect_start[s])
     undo, aside = np.empty(most_effects, np.int64), np.empty(n, np.int64)
     clock, last_kind = np.zeros(workers, np.int64), np.ones(workers, np.int64)
-    # `refused_by[w]`: the worker whose limit forbids all that waits at w, until something changes there; -1 for none.
-    refused_by, allowed_at = np.full(workers, -1, np.int64), np.zeros(workers, np.int64)
+    # `refused_by[w]`: a bit for every worker whose limit forbids something that waits at w, where nothing may start
+    # until something changes at one of them; 0 if something may.
+    refused_by, allowed_at = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
     for scheduled in range(n):
         s, w, now = -1, -1, np.int64(0)
         while s < 0:
@@ -249,7 +250,7 @@ def _run(  # type: ignore[no-untyped-def]
             w = -1
             for candidate in range(workers):
                 begin = np.int64(-1)
-                if refused_by[candidate] < 0 and in_queue[0, candidate] + in_queue[1, candidate] > 0:
+                if refused_by[candidate] == 0 and in_queue[0, candidate] + in_queue[1, candidate] > 0:
                     begin = max(clock[candidate], allowed_at[candidate])
                 if in_future[candidate] > 0:
                     at = max(clock[candidate], ready[future[base[candidate]]])
@@ -281,7 +282,7 @@ def _run(  # type: ignore[no-untyped-def]
                     first = 1 - last_kind[w]
                 else:
                     first = 0 if rank[queue[0, base[w]]] < rank[queue[1, base[w]]] else 1
-            refusal = -1
+            refusal = np.int64(0)
             for kind in (first, 1 - first):
                 num_aside = 0
                 while in_queue[kind, w] > 0 and s < 0 and num_aside < CANDIDATES:
@@ -291,7 +292,7 @@ def _run(  # type: ignore[no-untyped-def]
                     if by < 0:
                         s = t
                     else:
-                        refusal = by
+                        refusal |= _bit(by)
                         aside[num_aside] = t
                         num_aside += 1
                 if s < 0 and in_queue[kind, w] > 0:
@@ -305,13 +306,13 @@ def _run(  # type: ignore[no-untyped-def]
                         _remove(queue[kind], base[w], in_queue[kind, w], t, rank)
                         in_queue[kind, w] -= 1
                     else:
-                        refusal = by
+                        refusal |= _bit(by)
                 for i in range(num_aside):
                     _push(queue[kind], base[w], in_queue[kind, w], aside[i], rank)
                     in_queue[kind, w] += 1
                 if s >= 0:
                     break
-            refused_by[w] = refusal if s < 0 else -1
+            refused_by[w] = refusal if s < 0 else 0
         # 4. Run it.
         if now + tails[s] >= cutoff:
             return start, sequence, _CUT
@@ -335,10 +336,16 @@ def _run(  # type: ignore[no-untyped-def]
             for e in range(problem.effect_start[s], problem.effect_start[s + 1]):
                 changed = problem.effect_worker[e]
                 for other in range(workers):
-                    if refused_by[other] == changed:
-                        refused_by[other] = -1
+                    if refused_by[other] & _bit(changed):
+                        refused_by[other] = 0
                         allowed_at[other] = max(allowed_at[other], end if changed == w else now)
     return start, sequence, _DONE
+
+
+@numba.njit(cache=True)
+def _bit(worker):  # type: ignore[no-untyped-def]
+    """Workers may share a bit: then one is looked at in vain now and then."""
+    return np.int64(1) << np.int64(worker % 62)
 
 
 @numba.njit(cache=True)
