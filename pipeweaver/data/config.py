@@ -41,10 +41,12 @@ class DigitsData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vision: str = "vision"
     language: str = "language"
     diffusion: str = "diffusion"
+    text: str = "text"
+    match: str = "match"
 
     def __post_init__(self) -> None:
         settings = msgspec.structs.asdict(self)
-        for name in ("held_out_records", "vision", "language", "diffusion"):
+        for name in ("held_out_records", "vision", "language", "diffusion", "text", "match"):
             del settings[name]
         digits.check_settings(**settings)
         if self.held_out_records < 1:

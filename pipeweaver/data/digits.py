@@ -25,9 +25,11 @@ from pipeweaver.data.sequence import Piece, TokenSequence, build_sequence
 from pipeweaver.data.tokens import ByteTokenizer
 
 Split = Literal["train", "held-out"]
-Kind = Literal["documents", "text", "text-to-image"]
+Kind = Literal["documents", "text", "text-to-image", "pairs"]
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CAPTIONED = ("text-to-image", "pairs")
+"""Kinds whose records are one image and a caption of it."""
 HELD_OUT_SHARE = 0.2
 """Of the images; which ones is fixed, whatever the seed."""
 TEXT_ONLY_SHARE = 0.25
@@ -62,7 +64,8 @@ class DigitsDataset:
 
     `kind` "documents": a quarter are text only, the others have a number of images that is geometric
     from 1 with mean 4.5, at most `max_images`, at a size drawn from `pixels` each. "text": text only.
-    "text-to-image": a caption, linked to a diffusion item that holds the image ("latents").
+    "text-to-image": a caption, linked to a diffusion item that holds the image ("latents"). "pairs": an image and
+    a caption, for a tower each, both linked to a `match` item; pairs of one digit and size are of one class.
     No document is longer than `max_tokens`: what does not fit is not drawn. `supervise` "names" puts the
     loss on the digits' names only. Image values are scaled to [-1, 1]. Raises ValueError for impossible
     settings.
@@ -84,11 +87,14 @@ class DigitsDataset:
         vision: str = "vision",
         language: str = "language",
         diffusion: str = "diffusion",
+        text: str = "text",
+        match: str = "match",
     ) -> None:
         self.split, self.seed, self.kind, self.num_records = split, seed, kind, num_records
         self.max_tokens, self.max_images, self.pixels = max_tokens, max_images, tuple(pixels)
         self.patch, self.merge, self.supervise = patch, merge, supervise
-        self.vision, self.language, self.diffusion = vision, language, diffusion
+        self.vision, self.diffusion, self.match = vision, diffusion, match
+        self.language = text if kind == "pairs" else language
         self._tokenizer = ByteTokenizer()
         if split not in ("train", "held-out"):
             raise ValueError(f"there is no split {split!r}; there are train and held-out")
@@ -117,7 +123,7 @@ class DigitsDataset:
 
     @property
     def widths(self) -> dict[str, int]:
-        names = {"documents": "pixels", "text": "", "text-to-image": "latents"}
+        names = {"documents": "pixels", "text": "", "text-to-image": "latents", "pairs": "pixels"}
         return {names[self.kind]: self.patch**2} if names[self.kind] else {}
 
     def bound(self, module: str) -> Bound:
@@ -126,8 +132,10 @@ class DigitsDataset:
             return Bound(self.max_tokens, 1)
         if module == self.vision and self.kind == "documents":
             return Bound(self.max_images * (largest // self.patch) ** 2, self.max_images)
-        if module == self.diffusion and self.kind == "text-to-image":
+        if module == (self.diffusion if self.kind == "text-to-image" else self.vision) and self.kind in CAPTIONED:
             return Bound((largest // self.patch) ** 2, 1)
+        if module == self.match and self.kind == "pairs":
+            return Bound(1, 1)
         return Bound(0, 0)
 
     def describe(self, record: int) -> str:
@@ -143,6 +151,9 @@ class DigitsDataset:
         text = Item(task=task, draw=draw, module=self.language, position=0, sizes=sizes)
         if self.kind == "text-to-image":
             return Sample(task=task, draw=draw, record=record, items=(text, *items), links=((0, 1),))
+        if self.kind == "pairs":
+            pair = Item(task=task, draw=draw, module=self.match, position=0, sizes={"tokens": 1, "pairs": 1})
+            return Sample(task=task, draw=draw, record=record, items=(*items, text, pair), links=((0, 2), (1, 2)))
         links = tuple((i, len(items)) for i in range(len(items)))
         return Sample(task=task, draw=draw, record=record, items=(*items, text), links=links)
 
@@ -151,6 +162,9 @@ class DigitsDataset:
         if item.module == self.language:
             return {name: array for name, array in sequence._asdict().items() if name in names}
         picture = _pictures(document)[item.position]
+        if item.module == self.match and self.kind == "pairs":
+            number = _digits()[1][picture.image] * len(self.pixels) + self.pixels.index(picture.pixels)
+            return {"classes": np.array([number], dtype=np.int64)} if "classes" in names else {}
         image = _resize(_digits()[0][picture.image], picture.pixels)
         name = "latents" if self.kind == "text-to-image" else "pixels"
         return {name: to_patches(image[None], self.patch)} if name in names else {}
@@ -179,7 +193,7 @@ class DigitsDataset:
     def _draw(self, record: int) -> _Document:
         assert record >= 0 and (self.num_records is None or record < self.num_records), record
         random = np.random.default_rng([self.seed, ("train", "held-out").index(self.split), record])
-        if self.kind == "text-to-image":
+        if self.kind in CAPTIONED:
             (picture,) = self._draw_pictures(random, 1)
             return (f"A {_size_word(picture.pixels)} {self._name(picture)}.", picture)
         pictures: list[_Picture] = []
@@ -246,7 +260,7 @@ def check_settings(
     needed = {
         "documents": 2 + max(longest_text, longest_name + 1 + (max(pixels) // side) ** 2),
         "text": 2 + longest_text,
-        "text-to-image": 2 + len("A  .") + max(len(_size_word(one)) for one in pixels) + longest_name,
+        **dict.fromkeys(CAPTIONED, 2 + len("A  .") + max(len(_size_word(one)) for one in pixels) + longest_name),
     }[kind]
     if max_tokens < needed:
         raise ValueError(f"max_tokens = {max_tokens}: must be at least {needed}, what one record can need")

@@ -26,7 +26,7 @@ from pipeweaver.data.sequence import TokenSequence, cut_sequence
 
 TooLong = Literal["error", "skip", "truncate"]
 
-LOSS_UNITS = ("supervised", "elements")
+LOSS_UNITS = ("supervised", "elements", "pairs")
 """Item sizes that count the units of a loss."""
 
 

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import nn
 
+from pipeweaver.model.contrastive import ContrastiveConfig, contrastive
 from pipeweaver.model.diffusion import DiffusionConfig, diffusion
 from pipeweaver.model.graph import Flow, LayerSpec, ModelGraph, Module, Reading, positions
 from pipeweaver.model.language import LanguageConfig, language
@@ -37,12 +38,13 @@ class CustomConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trainable: bool = True
 
 
-ModuleConfig = VitConfig | LanguageConfig | DiffusionConfig | CustomConfig
+ModuleConfig = VitConfig | LanguageConfig | DiffusionConfig | ContrastiveConfig | CustomConfig
 
 CONFIGS: dict[str, type[msgspec.Struct]] = {
     "vit": VitConfig,
     "language": LanguageConfig,
     "diffusion": DiffusionConfig,
+    "contrastive": ContrastiveConfig,
     "custom": CustomConfig,
 }
 """Record of each module type, by the name it has in a config file."""
@@ -174,6 +176,8 @@ def _build(name: str, config: ModuleConfig, readings: tuple[Reading, ...]) -> Mo
         return language(name, config, readings)
     if isinstance(config, DiffusionConfig):
         return diffusion(name, config, readings)
+    if isinstance(config, ContrastiveConfig):
+        return contrastive(name, config, readings)
     module = _custom(name, config)
     if config.trainable:
         return module
