@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeweaver.commands import ReadyStep, explain_step
@@ -50,12 +51,18 @@ def metrics(step: int = 0, predicted_ns: int | None = 400_000_000) -> StepMetric
         peak_bytes=((1, 2),),
         predicted_peak_bytes=((1, 2),),
         waiting_ns=0,
+        losses={},
         reported={},
     )
 
 
 EVALUATION = Evaluation(
-    step=2, loss=0.25, losses={}, reported={"main/language/answers": 0.9412}, samples=64, duration_ns=1
+    step=2,
+    loss=0.25,
+    losses={"main/language": 0.25},
+    reported={"main/language/answers": 0.9412},
+    samples=64,
+    duration_ns=1,
 )
 
 
@@ -67,6 +74,18 @@ def test_figures_of_a_step() -> None:
 
 def test_an_evaluation_leaves_out_the_only_task() -> None:
     assert evaluation_line(EVALUATION) == "64 samples, loss 0.25, language/answers 94.1 %"
+
+
+def test_figures_of_an_evaluation_of_two_tasks() -> None:
+    evaluation = msgspec.structs.replace(
+        EVALUATION,
+        losses={"text/language": 0.125, "caption/language": 0.25},
+        reported={"text/language/accuracy": 0.5, "caption/language/answers": 0.25},
+    )
+    assert evaluation_line(evaluation) == (
+        "64 samples, loss 0.25; caption: language 0.25, language/answers 25.0 %; text: language 0.125, "
+        "language/accuracy 50.0 %"
+    )
 
 
 @pytest.mark.parametrize(

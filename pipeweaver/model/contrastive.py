@@ -110,7 +110,9 @@ def mean_rows(rows: Tensor, tower: Reading, part: PartView) -> Tensor:
     counts = part.linked_sizes(tower.source, tower.spec.rows)
     for item, count in zip(part.items, counts, strict=True):
         if count == 0:
-            raise ValueError(f"{item.name}: no {tower.source} item is linked to it, but pairs are compared by two towers")
+            raise ValueError(
+                f"{item.name}: no {tower.source} item is linked to it, but pairs are compared by two towers"
+            )
 
     def places() -> tuple[Tensor, Tensor]:
         numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

@@ -24,7 +24,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     `prediction_error` is measured over predicted step time, minus 1. `imbalance`, `tokens` and
     `tokens_per_second` are by module; tokens are rows inside the module. `peak_bytes` has one list of workers
     per replica, as measured (empty where it was not). `waiting_ns` is the longest that a worker waited
-    for its plan. `reported` holds averages of what layers report, `learning_rate` and `gradient_norm` are those of the step.
+    for its plan. `losses` are by "task/module", without their weights; `loss` is their weighted sum. `reported` holds
+    averages of what layers report, `learning_rate` and `gradient_norm` are those of the step.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: tuple[tuple[int, ...], ...]
     predicted_peak_bytes: tuple[tuple[int, ...], ...]
     waiting_ns: int
+    losses: dict[str, float]
     reported: dict[str, float]
 
 
@@ -56,6 +58,7 @@ def step_metrics(
     loss: float,
     learning_rate: float,
     gradient_norm: float | None,
+    losses: Mapping[str, float] | None = None,
     reported: Mapping[str, float] | None = None,
 ) -> StepMetrics:
     """Figures of a step from the plans of all its replicas and what was measured of each, in the same order.
@@ -91,6 +94,7 @@ def step_metrics(
         peak_bytes=tuple(measured.peak_bytes for measured in measurements),
         predicted_peak_bytes=tuple(prediction.peak_bytes for prediction in predictions),
         waiting_ns=max((waited for measured in measurements for waited in measured.waiting_ns), default=0),
+        losses=dict(losses or {}),
         reported=dict(reported or {}),
     )
 

@@ -202,6 +202,7 @@ class FirstRank:
             loss=weighted(collected.losses, self._weights),
             learning_rate=learning_rate(self._job.optimizer, order.step, self._job.run.steps),
             gradient_norm=collected.gradient_norm,
+            losses=collected.losses,
             reported=averages(collected.metrics),
         )
         if self._job.costs.correct:
