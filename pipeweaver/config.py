@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -43,14 +44,23 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
+class TaskSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tasks of so many steps in a row."""
+
+    tasks: Annotated[tuple[str, ...], Meta(min_length=1)]
+    steps: PositiveInt
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[run]. `output` is by default runs/NAME for NAME.toml. `evaluate_every` and `trace_every` count steps;
-    0 means at the end only. `plans`: a folder of recorded plans to replay instead of planning. A step that
+    0 means at the end only. `task_sets` come one after the other; without any, all tasks run for `steps` steps.
+    `plans`: a folder of recorded plans to replay instead of planning. A step that
     hangs longer than max(`watchdog_s`, 10 x predicted) ends the run."""
 
     output: str = ""
     seed: NonNegativeInt = 0
     steps: PositiveInt = 100
+    task_sets: tuple[TaskSet, ...] = ()
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     evaluate_every: NonNegativeInt = 0
@@ -141,6 +151,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.policy.name in (*_STATIC, *_ONCE_PER_RUN) else self.policy.rounds
 
     @property
+    def task_sets(self) -> tuple[TaskSet, ...]:
+        """What is trained for how long: at least one set; their steps are those of the run."""
+        return self.run.task_sets or (TaskSet(tasks=tuple(self.tasks), steps=self.run.steps),)
+
+    def task_set_at(self, step: int) -> int:
+        """The number of the set that a step belongs to, the last one behind the end."""
+        ends = accumulate(task_set.steps for task_set in self.task_sets)
+        return min(sum(end <= step for end in ends), len(self.task_sets) - 1)
+
+    @property
     def output(self) -> Path:
         return Path(self.run.output or f"runs/{Path(self.path).stem}")
 
@@ -152,7 +172,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     toml.check_keys(document, "", tables)
     if "task" in document.table:
         raise document.error("task", "tasks have names: write [tasks.main] and [tasks.main.data], or another name")
-    run = toml.convert(document, "run", Run)
+    run = _run(document)
     workers = toml.convert(document, "workers", Workers)
     policy = _policy(document)
     names = [name for name in toml.table_at(document, "model") if name != "flows"]
@@ -192,6 +212,9 @@ def without_effect(job: Job) -> tuple[str, ...]:
             f"workers.replicas = {job.workers.replicas}: a step has {microbatches} microbatches, "
             f"so {job.workers.replicas - microbatches} replicas have nothing to do"
         )
+    for name in job.tasks:
+        if not any(name in task_set.tasks for task_set in job.task_sets):
+            found.append(f"tasks.{name} has no effect: no set of run.task_sets has it")
     if job.run.evaluate_every > job.run.steps:
         found.append(f"run.evaluate_every = {job.run.evaluate_every} is beyond the last step, {job.run.steps}")
     needed = job.workers.total * job.workers.threads
@@ -228,6 +251,17 @@ def _policy(document: toml.Document) -> Policy:
         raise document.error("policy.name", f"expected one of {', '.join(POLICIES)}")
     found = toml.convert(document, "policy", PolicyOptions, ignore=("name", "rounds"))
     return msgspec.structs.replace(policy, options=found)
+
+
+def _run(document: toml.Document) -> Run:
+    """[run]; where there are task sets, they say how many steps it has."""
+    run = toml.convert(document, "run", Run)
+    if not run.task_sets:
+        return run
+    steps = sum(task_set.steps for task_set in run.task_sets)
+    if "steps" in toml.table_at(document, "run") and run.steps != steps:
+        raise document.error("run.steps", f"run.task_sets have {steps} steps together; leave run.steps out")
+    return msgspec.structs.replace(run, steps=steps)
 
 
 def _tasks(document: toml.Document, modules: Sequence[str]) -> dict[str, Task]:
@@ -300,6 +334,14 @@ def _check_names(document: toml.Document, job: Job) -> None:
             raise document.error(path, f"there is no module {name}; [model] defines {', '.join(job.modules)}")
     for task, settings in job.tasks.items():
         _check_task(document, task, settings, job)
+    for number, task_set in enumerate(job.run.task_sets):
+        for task in task_set.tasks:
+            if task not in job.tasks:
+                raise document.error(
+                    f"run.task_sets[{number}].tasks", f"there is no task {task}; there are {', '.join(job.tasks)}"
+                )
+            if task_set.tasks.count(task) > 1:
+                raise document.error(f"run.task_sets[{number}].tasks", f"{task} is named twice")
 
 
 def _check_task(document: toml.Document, name: str, task: Task, job: Job) -> None:

@@ -212,6 +212,31 @@ def test_mistakes_in_tasks_are_told_in_one_line(path: Path, overrides: list[str]
     assert "\n" not in str(caught.value) and str(caught.value).partition(": ")[2].endswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ("[{tasks=['text'], steps=0}]", "run.task_sets[0].steps = 0: expected a whole number >= 1"),
+        ("[{tasks=[], steps=1}]", "run.task_sets[0].tasks = []: expected a list of length >= 1"),
+        ("[{tasks=['texts'], steps=10}]", 'run.task_sets[0].tasks = ["texts"]: there is no task texts; there are main, text'),
+        ("[{tasks=['text'], steps=4}, {tasks=['main'], steps=7}]", "run.steps = 10: run.task_sets have 11 steps together; leave run.steps out"),
+        ("[{tasks=['text', 'text'], steps=10}]", 'run.task_sets[0].tasks = ["text", "text"]: text is named twice'),
+        ("[{tasks=['text']}]", "run.task_sets[0].steps: missing; it has no default"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_task_sets_are_told_in_one_line(path: Path, sets: str, expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(path, [*TEXT, f"run.task_sets={sets}"])
+    assert str(caught.value).endswith(f": {expected}")
+
+
+def test_task_sets(path: Path) -> None:
+    path.write_text(JOB.replace("steps = 10\n", ""))
+    job = load(path, [*TEXT, "run.task_sets=[{tasks=['text'], steps=4}, {tasks=['text'], steps=7}]"])
+    assert job.run.steps == 11 and [job.task_set_at(step) for step in (0, 3, 4, 10, 11)] == [0, 0, 1, 1, 1]
+    assert "tasks.main has no effect: no set of run.task_sets has it" in without_effect(job)
+    assert load(path).task_set_at(99) == 0
+
+
 def test_several_tasks(path: Path) -> None:
     job = load(path, [*TEXT, "tasks.text.weight=0.5"])
     assert list(job.tasks) == ["main", "text"]

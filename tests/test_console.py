@@ -51,6 +51,7 @@ def metrics(step: int = 0, predicted_ns: int | None = 400_000_000) -> StepMetric
         peak_bytes=((1, 2),),
         predicted_peak_bytes=((1, 2),),
         waiting_ns=0,
+        switching_ns=0,
         losses={},
         reported={},
     )

@@ -17,12 +17,12 @@ from pipeweaver.data.loader import Cursor, Loader
 
 
 class TaskBatches:
-    """Step by step one batch of each task, until a task has no more. Safe to use from several threads."""
+    """From `step` on one batch of each task, until a task has no more. Safe to use from several threads."""
 
-    def __init__(self, loaders: Mapping[str, Loader]) -> None:
+    def __init__(self, loaders: Mapping[str, Loader], step: int = 0) -> None:
         assert loaders, "no task, no batch"
         self.loaders = dict(loaders)
-        self._step = 0
+        self._step = step
         self._lock = threading.RLock()
 
     @property

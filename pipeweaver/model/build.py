@@ -50,19 +50,21 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
 """Record of each module type, by the name it has in a config file."""
 
 
-class TaskWeights(NamedTuple):
-    """What a task's losses weigh: all of them, and those of single modules in addition."""
+class Activation(NamedTuple):
+    """What a task activates, all modules if none is named, and what its losses weigh: all of them, and those of single
+    modules in addition."""
 
-    task: float = 1.0
-    modules: Mapping[str, float] = {}
+    modules: tuple[str, ...] = ()
+    weight: float = 1.0
+    loss_weights: Mapping[str, float] = {}
 
 
 def build_graph(
     modules: Mapping[str, ModuleConfig],
     flows: Sequence[Flow] = (),
-    tasks: Mapping[str, TaskWeights] | None = None,
+    tasks: Mapping[str, Activation] | None = None,
 ) -> ModelGraph:
-    """The model graph of configured modules, in their order, and what their losses weigh in each of the `tasks`.
+    """The model graph of configured modules, in their order, and what each of the `tasks` makes of it.
 
     Raises ValueError, naming the module, for what does not fit together.
     """
@@ -70,16 +72,20 @@ def build_graph(
     for name in _sources_first(modules, flows):
         readings = tuple(_reading(built, flow) for flow in flows if flow.destination == name and flow.source != name)
         built[name] = _build(name, modules[name], readings)
-    for weights in (tasks or {}).values():
-        for name in weights.modules:
+    for task in (tasks or {}).values():
+        for name in task.loss_weights:
             if name not in built or built[name].loss is None:
                 able = ", ".join(module.name for module in built.values() if module.loss) or "none"
                 raise ValueError(f"loss weight for {name}, which has no loss; modules with one: {able}")
     for name, module in built.items():
         if module.loss is not None and tasks:
-            of_tasks = {task: weights.task * weights.modules.get(name, 1.0) for task, weights in tasks.items()}
-            built[name] = replace(module, loss=replace(module.loss, weights=of_tasks))
-    return ModelGraph(modules=tuple(built[name] for name in modules), flows=tuple(flows))
+            weights = {label: task.weight * task.loss_weights.get(name, 1.0) for label, task in tasks.items()}
+            built[name] = replace(module, loss=replace(module.loss, weights=weights))
+    return ModelGraph(
+        modules=tuple(built[name] for name in modules),
+        flows=tuple(flows),
+        activated={label: task.modules or tuple(modules) for label, task in (tasks or {}).items()},
+    )
 
 
 def materialise(
@@ -89,8 +95,11 @@ def materialise(
     seed: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    kept: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, nn.Module]:
     """The layers of `chunks` with initial parameters, by name; layers of several chunks are built once.
+
+    Those among `kept` are taken as they are.
 
     Values are drawn on the CPU in float32 under a generator seeded by (seed, layer name), then moved and
     cast. Tied parameters are one tensor where both ends are here; otherwise the one here starts with the
@@ -99,7 +108,11 @@ def materialise(
     wanted: dict[str, LayerSpec] = {}
     for chunk in chunks:
         wanted.update(graph.by_name[chunk.module].range(chunk.start, chunk.stop))
-    layers = {name: _initialised(name, spec, seed).to(device=device, dtype=dtype) for name, spec in wanted.items()}
+    kept = kept or {}
+    layers = {
+        name: kept[name] if name in kept else _initialised(name, spec, seed).to(device=device, dtype=dtype)
+        for name, spec in wanted.items()
+    }
     for alias, canonical in tied_parameters(graph).items():
         alias_layer, alias_parameter = split_name(alias)
         if alias_layer not in layers:
@@ -107,6 +120,8 @@ def materialise(
         layer, parameter = split_name(canonical)
         if layer in layers:
             source = layers[layer]
+        elif alias_layer in kept:
+            continue
         else:
             source = _initialised(layer, _spec(graph, layer), seed).to(device=device, dtype=dtype)
         _share(layers[alias_layer], alias_parameter, _parameter(source, parameter, canonical), alias)

@@ -136,12 +136,15 @@ class Reading:
 class ModelGraph:
     """Modules and flows, a DAG over modules (flows inside one module aside).
 
+    `activated` are the modules of each task; one that is not named there activates those that it has items for.
+
     Raises ValueError, naming module and tensor, if names repeat, a flow leads nowhere, a layer reads
     what no flow brings, or the flows form a cycle.
     """
 
     modules: tuple[Module, ...]
     flows: tuple[Flow, ...] = ()
+    activated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self)

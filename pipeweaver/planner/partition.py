@@ -224,13 +224,18 @@ def tasks_of(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def task_modules(graph: ModelGraph, shares: Sequence[Share]) -> dict[str, tuple[str, ...]]:
-    """The modules that each task uses: all of them for a single task, else those that its items name."""
+    """The modules that each task activates, sources first: by the model graph, else those that its items name, and all
+    of them for a single task."""
     tasks = tasks_of(shares)
     names = topological(graph)
-    if len(tasks) == 1:
-        return {tasks[0]: names}
     used = {(item.task, item.module) for share in shares for item in share.items}
-    return {task: tuple(name for name in names if (task, name) in used) for task in tasks}
+    found = {}
+    for task in tasks:
+        active = graph.activated.get(task)
+        if active is None:
+            active = names if len(tasks) == 1 else tuple(name for name in names if (task, name) in used)
+        found[task] = tuple(name for name in names if name in active)
+    return found
 
 
 def _microbatch_items(share: Share, module: str) -> list[tuple[list[Item], list[tuple[Item, ...]]]]:

@@ -24,7 +24,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     `prediction_error` is measured over predicted step time, minus 1. `imbalance`, `tokens` and
     `tokens_per_second` are by module; tokens are rows inside the module. `peak_bytes` has one list of workers
     per replica, as measured (empty where it was not). `waiting_ns` is the longest that a worker waited
-    for its plan. `losses` are by "task/module", without their weights; `loss` is their weighted sum. `reported` holds
+    for its plan, `switching_ns` how long parameters moved before the step, where its task set is new. `losses` are by "task/module", without their weights; `loss` is their weighted sum. `reported` holds
     averages of what layers report, `learning_rate` and `gradient_norm` are those of the step.
     """
 
@@ -47,6 +47,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: tuple[tuple[int, ...], ...]
     predicted_peak_bytes: tuple[tuple[int, ...], ...]
     waiting_ns: int
+    switching_ns: int
     losses: dict[str, float]
     reported: dict[str, float]
 
@@ -58,6 +59,7 @@ def step_metrics(
     loss: float,
     learning_rate: float,
     gradient_norm: float | None,
+    switching_ns: int = 0,
     losses: Mapping[str, float] | None = None,
     reported: Mapping[str, float] | None = None,
 ) -> StepMetrics:
@@ -94,6 +96,7 @@ def step_metrics(
         peak_bytes=tuple(measured.peak_bytes for measured in measurements),
         predicted_peak_bytes=tuple(prediction.peak_bytes for prediction in predictions),
         waiting_ns=max((waited for measured in measurements for waited in measured.waiting_ns), default=0),
+        switching_ns=switching_ns,
         losses=dict(losses or {}),
         reported=dict(reported or {}),
     )

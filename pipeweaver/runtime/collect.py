@@ -23,11 +23,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker saw of one order. Times are nanoseconds of its own clock.
 
     `turned_ns` is when it turned to this order, `waiting_ns` how long the plan then let it wait, `end_ns` when it
-    was through. The rest is its `StepResult`; times in there count from `start_ns`.
+    was through, `switching_ns` how long parameters moved for a new task set, before `turned_ns`. The rest is its `StepResult`; times in there count from `start_ns`.
     """
 
     turned_ns: int
     waiting_ns: int
+    switching_ns: int = 0
     end_ns: int
     start_ns: int
     spans: tuple[Span, ...]
@@ -41,7 +42,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """An order with all that was reported of it: a measurement per replica, and sums over all."""
+    """An order with all that was reported of it: a measurement per replica, and sums over all; the longest switch."""
 
     number: int
     order: Order
@@ -49,6 +50,7 @@ class Collected:
     losses: dict[str, float]
     gradient_norm: float | None
     metrics: dict[str, tuple[float, int]]
+    switching_ns: int = 0
 
 
 class Collector:
@@ -129,6 +131,7 @@ def put_together(
         losses=reports[0][0].losses,
         gradient_norm=reports[0][0].gradient_norm,
         metrics=metrics,
+        switching_ns=max(report.switching_ns for replica in reports for report in replica),
     )
 
 

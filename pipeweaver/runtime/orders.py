@@ -2,14 +2,16 @@
 
     steps 0, 1 on training data | evaluation after 2 steps | step 2 | evaluation after 3 steps, the last
 
-The planner service (`service.py`) is told of the batches to come some orders ahead.
+The planner service (`service.py`) is told of the batches to come some orders ahead. Where task sets come one after the
+other, each has its own placement and service; plans say which placement they are for.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,7 +25,7 @@ from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
-from pipeweaver.runtime.ahead import Order
+from pipeweaver.runtime.ahead import Order, Planning
 from pipeweaver.runtime.exchange import Data
 from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
@@ -47,24 +49,29 @@ def planned_orders(
     budget_bytes: int | None,
     cores: Collection[int] = (),
 ) -> tuple[Generator[Order], Placement]:
-    """The run's orders, planned by a service on `cores`, and the placement that they are for.
+    """The run's orders, planned by a service on `cores`, and the placement of the first.
 
-    The service is there from the first order that is asked for until the generator is closed. Each order is planned
-    with the corrections of the time when it was told of; the placement knows none. Raises ValueError if the policy
+    Every task set has a placement, all made beforehand. Its service is there from the first order of the set before until
+    its own last one, or until the generator is closed. Each order is planned with the corrections of the time when it was
+    told of; placements know none. Raises ValueError if the policy
     cannot place the model, or the held-out data does not fit the job.
     """
-    planning = prepare.place(job, graph, prepare.job_sample(job, loaders["train"]), costs, budget_bytes)
-    evaluated = prepare.held_out_batches(loaders.get("held-out", {}))
-    setup = JobSetup(
-        path=job.path,
-        overrides=job.overrides,
-        fingerprint=prepare.fingerprint(job),
-        placement=planning.placement,
-        budget_bytes=budget_bytes,
-        costs=pack_costs(costs),
-    )
+    held_out = {task: list(loader) for task, loader in loaders.get("held-out", {}).items()}
+    packed = pack_costs(costs)
+    plannings = [
+        prepare.place(job, graph, prepare.job_sample(job, loaders["train"], task_set.tasks), costs, budget_bytes)
+        for task_set in job.task_sets
+    ]
 
-    def service() -> Service:
+    def service(planning: Planning) -> Service:
+        setup = JobSetup(
+            path=job.path,
+            overrides=job.overrides,
+            fingerprint=prepare.fingerprint(job),
+            placement=planning.placement,
+            budget_bytes=budget_bytes,
+            costs=packed,
+        )
         usable = cores or available_cores()
         return Service(
             planning,
@@ -75,7 +82,22 @@ def planned_orders(
             cores=cores,
         )
 
-    return _planned(job, service, corrections, TaskBatches(loaders["train"]), evaluated), planning.placement
+    def orders() -> Generator[Order]:
+        step = 0
+        with ExitStack() as stack:
+            coming = stack.enter_context(service(plannings[0]))
+            for number, task_set in enumerate(job.task_sets):
+                current = coming
+                # Processes take seconds to start: those of the next set do so beside this one.
+                if number + 1 < len(plannings):
+                    coming = stack.enter_context(service(plannings[number + 1]))
+                batches = TaskBatches({task: loaders["train"][task] for task in task_set.tasks}, step)
+                evaluated = prepare.joined_rounds([held_out[task] for task in task_set.tasks if task in held_out])
+                yield from _planned(job, current, corrections, batches, task_set.steps, evaluated)
+                current.close()
+                step += task_set.steps
+
+    return orders(), plannings[0].placement
 
 
 def default_processes(cores: int, replicas: int, ahead: int) -> int:
@@ -105,6 +127,7 @@ def replayed_orders(
         entries,
         graph,
         sample=sample,
+        task_set_at=job.task_set_at,
         num_replicas=job.workers.replicas,
         num_workers=job.workers.pipeline,
         dtype=job.run.dtype,
@@ -144,33 +167,40 @@ class _Told:
 
 
 def _planned(
-    job: Job, start: Callable[[], Service], corrections: Corrections, batches: TaskBatches, held_out: Sequence[Batch]
+    job: Job,
+    service: Service,
+    corrections: Corrections,
+    batches: TaskBatches,
+    steps: int,
+    held_out: Sequence[Batch],
 ) -> Generator[Order]:
+    """The orders of one task set: its steps, and evaluations between them."""
     told: deque[_Told] = deque()
-    to_tell = _to_tell(job, batches, held_out, told)
+    to_tell = _to_tell(job, batches, steps, held_out, told)
     evaluated: dict[int, tuple[Plan, ...]] = {}
-    with start() as service:
-        while True:
-            while len(told) <= job.planner.ahead and (one := next(to_tell, None)) is not None:
-                first_time = one.number not in evaluated and all(other.number != one.number for other in told)
-                told.append(one)
-                if first_time:
-                    forward_only = one.data == "held-out"
-                    service.want(one.number, one.batch, forward_only=forward_only, factors=corrections.factors)
-            if not told:
-                return
-            one = told.popleft()
-            plans = evaluated.get(one.number) or service.take(one.number)
-            if one.data == "train":
-                next(batches)  # the position in the data is behind what was handed out, not behind what is planned
-            else:
-                evaluated[one.number] = plans
-            yield Order(plans=plans, step=one.step, data=one.data, is_last=one.is_last)
+    while True:
+        while len(told) <= job.planner.ahead and (one := next(to_tell, None)) is not None:
+            first_time = one.number not in evaluated and all(other.number != one.number for other in told)
+            told.append(one)
+            if first_time:
+                forward_only = one.data == "held-out"
+                service.want(one.number, one.batch, forward_only=forward_only, factors=corrections.factors)
+        if not told:
+            return
+        one = told.popleft()
+        plans = evaluated.get(one.number) or service.take(one.number)
+        if one.data == "train":
+            next(batches)  # the position in the data is behind what was handed out, not behind what is planned
+        else:
+            evaluated[one.number] = plans
+        yield Order(plans=plans, step=one.step, data=one.data, is_last=one.is_last)
 
 
-def _to_tell(job: Job, batches: TaskBatches, held_out: Sequence[Batch], told: Collection[_Told]) -> Iterator[_Told]:
-    """All orders of the run. `told` are those that the data still stands before."""
-    steps, every = job.run.steps, job.run.evaluate_every
+def _to_tell(
+    job: Job, batches: TaskBatches, steps: int, held_out: Sequence[Batch], told: Collection[_Told]
+) -> Iterator[_Told]:
+    """All orders of a task set. `told` are those that the data still stands before."""
+    every = job.run.evaluate_every
     numbers = count()
     evaluation = [next(numbers) for _ in held_out]
     for _ in range(steps):
@@ -179,6 +209,6 @@ def _to_tell(job: Job, batches: TaskBatches, held_out: Sequence[Batch], told: Co
             return
         yield _Told(number=next(numbers), batch=batch, step=batch.step)
         done = batch.step + 1
-        if held_out and (done == steps or (every and done % every == 0)):
+        if held_out and (done == job.run.steps or (every and done % every == 0)):
             for number, held in zip(evaluation, held_out, strict=True):
                 yield _Told(number=number, batch=held, step=done, data="held-out", is_last=number == evaluation[-1])

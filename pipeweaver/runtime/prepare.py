@@ -23,7 +23,7 @@ from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Batch
 from pipeweaver.data.loader import Loader
 from pipeweaver.data.tasks import joined
-from pipeweaver.model.build import TaskWeights, build_graph
+from pipeweaver.model.build import Activation, build_graph
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.model.part import seed_of
 from pipeweaver.planner.assign import share_out
@@ -40,8 +40,8 @@ SAMPLE_DRAWS = 10_000
 
 
 def job_graph(job: Job) -> ModelGraph:
-    weights = {name: TaskWeights(task.weight, task.loss_weights) for name, task in job.tasks.items()}
-    return build_graph(job.modules, job.flows, weights)
+    tasks = {name: Activation(task.modules, task.weight, task.loss_weights) for name, task in job.tasks.items()}
+    return build_graph(job.modules, job.flows, tasks)
 
 
 def job_datasets(job: Job) -> dict[Data, dict[str, Dataset]]:
@@ -80,16 +80,14 @@ def job_loaders(job: Job, datasets: Mapping[str, Dataset], data: Data = "train")
     return loaders
 
 
-def held_out_batches(loaders: Mapping[str, Loader]) -> list[Batch]:
-    """All held-out samples, each once, always in the same batches, of every task that still has some."""
-    rounds = zip_longest(*loaders.values())
-    return [joined([batch for batch in found if batch is not None], step) for step, found in enumerate(rounds)]
-
-
 def job_sample(job: Job, loaders: Mapping[str, Loader], tasks: Collection[str] = ()) -> list[Batch]:
     """Batches of `tasks`, by default all, joined: what costs are measured on and a placement is made for."""
-    samples = [sample_batches(loaders[task], job.tasks[task].modules) for task in tasks or job.tasks]
-    rounds = ([batch for batch in found if batch is not None] for found in zip_longest(*samples))
+    return joined_rounds([sample_batches(loaders[task], job.tasks[task].modules) for task in tasks or job.tasks])
+
+
+def joined_rounds(tasks: Sequence[Sequence[Batch]]) -> list[Batch]:
+    """First batches of all tasks joined, then second ones…, each of the tasks that still have some."""
+    rounds = ([batch for batch in found if batch is not None] for found in zip_longest(*tasks))
     return [joined(batches, batches[0].step) for batches in rounds]
 
 

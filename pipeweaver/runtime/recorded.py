@@ -104,16 +104,18 @@ def replay(
     graph: ModelGraph,
     *,
     sample: Callable[[Data, int, str, int], Sample],
+    task_set_at: Callable[[int], int],
     num_replicas: int,
     num_workers: int,
     dtype: str,
     budget_bytes: int | None,
 ) -> Generator[Order]:
-    """The orders again, each verified. `sample(data, record, task, draw)` is what the job's data has there.
+    """The orders again, each verified. `sample(data, record, task, draw)` is what the job's data has there,
+    `task_set_at` the number of the task set that a step belongs to: a new one is when chunks may change places.
 
     Raises ValueError, naming the file, if one does not fit the job.
     """
-    placement = None
+    placement, current = None, 0
     for entry in entries:
         path = folder / entry.file
         plans = load_recorded(folder, entry)
@@ -123,7 +125,9 @@ def replay(
                 f"{path} was recorded with {len(plans)} replicas of {workers} workers; this job has {num_replicas} of "
                 f"{num_workers}"
             )
-        placement = placement or plans[0].placement
+        task_set = task_set_at(entry.step if entry.data == "train" else entry.step - 1)
+        if placement is None or task_set != current:
+            placement, current = plans[0].placement, task_set
         if plans[0].placement != placement:
             raise ValueError(f"{path} has its chunks on other workers than {entries[0].file}: it is of another run")
         try:

@@ -45,6 +45,7 @@ from pipeweaver.runtime.optimizer import learning_rate
 from pipeweaver.runtime.orders import Corrections, planned_orders, replayed_orders
 from pipeweaver.runtime.process import exit_code, in_words
 from pipeweaver.runtime.recorded import Recorder
+from pipeweaver.runtime.relocate import homes_of, relocate, relocation
 from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.runtime.watchdog import Watchdog, watched
 from pipeweaver.runtime.worker import Worker
@@ -114,7 +115,7 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
         transport.barrier()
         membership.company.close()
         try:
-            _run_orders(job, worker, exchange, loads, first)
+            _run_orders(job, worker, setup.placement, exchange, loads, first)
         except FirstRankFailed:
             if first is None or first.error is None:
                 raise
@@ -199,6 +200,7 @@ class FirstRank:
         self._last_metrics = step_metrics(
             order.plans,
             collected.measurements,
+            switching_ns=collected.switching_ns,
             loss=weighted(collected.losses, self._weights),
             learning_rate=learning_rate(self._job.optimizer, order.step, self._job.run.steps),
             gradient_norm=collected.gradient_norm,
@@ -278,10 +280,16 @@ def _build_worker(
 
 
 def _run_orders(
-    job: Job, worker: Worker, exchange: Exchange, loads: Mapping[Data, Load], first: FirstRank | None
+    job: Job,
+    worker: Worker,
+    placement: Placement,
+    exchange: Exchange,
+    loads: Mapping[Data, Load],
+    first: FirstRank | None,
 ) -> None:
-    """Run the orders of this worker's replica until there are no more."""
+    """Run the orders of this worker's replica until there are no more; it holds what is on it in `placement`."""
     address = worker.transport.address
+    homes = homes_of(worker.graph, placement)
     turned_ns = time.perf_counter_ns()
     for number in count(1):
         message = exchange.receive(number, address.replica, _late if first else None)
@@ -292,6 +300,14 @@ def _run_orders(
             return
         assert isinstance(message, RunPlan)
         plan = message.plan
+        switching_ns = 0
+        if plan.placement != placement:  # another task set
+            placement, start_ns = plan.placement, time.perf_counter_ns()
+            with watched(worker.watchdog, f"moving parameters for the tasks of step {plan.step}"):
+                homes, moves = relocation(worker.graph, homes, placement)
+                relocate(worker, homes, moves, placement)
+            switching_ns = time.perf_counter_ns() - start_ns
+            turned_ns += switching_ns
         worker.load = loads[message.data]
         rate = None if plan.forward_only else learning_rate(job.optimizer, plan.step, job.run.steps)
         result = worker.run(plan, learning_rate=rate)
@@ -299,6 +315,7 @@ def _run_orders(
         report = WorkerReport(
             turned_ns=turned_ns,
             waiting_ns=waiting_ns,
+            switching_ns=switching_ns,
             end_ns=end_ns,
             start_ns=result.start_ns,
             spans=result.spans,

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime.execution import Execution, Loader
@@ -80,8 +80,6 @@ class Worker:
         after: Callable[[Action], None] | None = None,
     ) -> None:
         self.graph = graph
-        self.modules = modules
-        self.parameters = parameters
         self.transport = transport
         self.load = load
         self.seed = seed
@@ -94,12 +92,10 @@ class Worker:
         self.build = build
         self.after = after
         self.config = optimizer
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self.optimizer = adamw(optimizer, trained) if optimizer is not None and trained else None
-        self.buckets: dict[int, Bucket] = {}
-        self._groups: tuple[ParameterGroup, ...] | None = None
         self._num_replicas = 0
-        self._chunks: dict[Chunk, BuiltChunk] = {}
+        self.waiting: dict[str, Tensor] = {}
+        """What no task of the current set trains and this worker keeps for later, packed (`relocate.py`)."""
+        self.hold(modules, parameters, {})
 
     def run(self, plan: Plan, *, learning_rate: float | None = None) -> StepResult:
         """Run this worker's actions of a plan to the end. `learning_rate` takes the place of the configured one.
@@ -155,6 +151,22 @@ class Worker:
             finished_ns={action.transfer: span.end_ns for action, span in ends if isinstance(action, Wait)},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         )
+
+    def hold(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        states: Mapping[str, dict[str, Tensor]],
+    ) -> None:
+        """Hold these layers from now on, with the optimizer's states of their parameters by name; absent ones are new."""
+        self.modules, self.parameters = modules, parameters
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.optimizer = adamw(self.config, trained) if self.config is not None and trained else None
+        if self.optimizer is not None:
+            self.optimizer.state.update({trained[name]: dict(state) for name, state in states.items() if state})
+        self.buckets: dict[int, Bucket] = {}
+        self._groups: tuple[ParameterGroup, ...] | None = None
+        self._chunks: dict[Chunk, BuiltChunk] = {}
 
     def built(self, chunk: Chunk) -> BuiltChunk:
         """A chunk of this worker, ready to run."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipeweaver.model.build import (
+    Activation,
     CustomConfig,
-    TaskWeights,
     build_graph,
     materialise,
     materialise_all,
@@ -181,7 +181,7 @@ def test_modules_that_do_not_fit_together():
     assert "there is no module audio" in graph_error(both, [replace(flow, source="audio")])
     assert "must not contain dots" in graph_error({"a.b": VISION})
     assert "loss weight for vision, which has no loss" in graph_error(
-        both, [flow], tasks={"main": TaskWeights(modules={"vision": 1.0})}
+        both, [flow], tasks={"main": Activation(loss_weights={"vision": 1.0})}
     )
     assert "cycle" in graph_error(both, [flow, replace(flow, source="language", destination="vision", tensor="x")])
 
@@ -214,7 +214,7 @@ def test_custom_modules_can_be_frozen():
 def test_loss_weights_reach_the_graph():
     graph = build_graph(
         {"language": changed(LANGUAGE, placeholders={})},
-        tasks={"a": TaskWeights(2.0, {"language": 0.25}), "b": TaskWeights(3.0)},
+        tasks={"a": Activation((), 2.0, {"language": 0.25}), "b": Activation((), 3.0)},
     )
     loss = graph.modules[0].loss
     assert (loss.weight_in("a"), loss.weight_in("b"), loss.weight_in("c")) == (0.5, 3.0, 1.0)

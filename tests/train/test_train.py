@@ -80,10 +80,10 @@ sys.exit(launch([sys.executable, *sys.argv[3:]], num_workers=int(sys.argv[1]), g
 """
 
 
-def start(folder, *settings, num_workers, torchrun=False, grace_s=30.0):
+def start(folder, *settings, num_workers, torchrun=False, grace_s=30.0, text=JOB):
     """A run of the job in `folder`, with other settings for some of its keys."""
     folder.mkdir(exist_ok=True)
-    (folder / "job.toml").write_text(JOB)
+    (folder / "job.toml").write_text(text)
     starter = [sys.executable, "-c", LAUNCHER, str(num_workers), str(grace_s)]
     if torchrun:
         starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
