@@ -79,8 +79,13 @@ def costliest(graph: ModelGraph, share: Share, work: Mapping[str, int]) -> str |
     for group in share.microbatches:
         counts = Counter(share.items[i].module for i in group)
         several |= {name for name, count in counts.items() if count > 1}
-    joint = {module.name for module in graph.modules if module.loss is not None and module.loss.joint}
-    return max(sorted(several - joint), key=lambda name: work[name], default=None)
+    return max(sorted(several - _joint(graph)), key=lambda name: work[name], default=None)
+
+
+def has_joint_loss(graph: ModelGraph, share: Share) -> bool:
+    """Whether the share has items of a module whose loss mixes them."""
+    joint = _joint(graph)
+    return any(item.module in joint for item in share.items)
 
 
 def fullest(share: Share, module: str) -> int:
@@ -116,6 +121,10 @@ def item_costs(graph: ModelGraph, share: Share, costs: Costs) -> list[int]:
         for i, cost in zip(members, between, strict=True):
             found[i] = cost
     return found
+
+
+def _joint(graph: ModelGraph) -> set[str]:
+    return {module.name for module in graph.modules if module.loss is not None and module.loss.joint}
 
 
 def _beside(ladder: Sequence[T], value: T) -> list[T]:

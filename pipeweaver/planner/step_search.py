@@ -30,6 +30,7 @@ from pipeweaver.planner.choices import (
     backbone,
     costliest,
     fullest,
+    has_joint_loss,
     item_costs,
 )
 from pipeweaver.planner.leaning import leaned
@@ -149,12 +150,14 @@ class StepPlanner:
         """What options, budget and batch leave open."""
         options, count = self.options, len(self.share.microbatches)
         free = options.regroup and not self.forward_only and count > 1
+        # Samples move between microbatches of one task only, and a joint loss needs its microbatch whole.
+        alike = len({item.task for item in self.share.items}) == 1 and not has_joint_loss(self.graph, self.share)
         lean = any(strategy != "keep" for strategy in options.strategies) and self.limited and not self.forward_only
         most = fullest(self.share, self._module) if self._module is not None else 1
         by_items = {-(-most // parts): parts for parts in reversed(PARTS) if parts <= most}
         return Ladders(
             merges=tuple(merge for merge in MERGES if merge <= count) if free else (1,),
-            evens=(False, True) if free else (False,),
+            evens=(False, True) if free and alike else (False,),
             parts=tuple(sorted(by_items.values())),
             levels=LEVELS if lean else (1.0,),
             splits=(False, True) if options.split_backward and not self.forward_only else (False,),
