@@ -84,17 +84,17 @@ def planned_orders(
 
     def orders() -> Generator[Order]:
         step = 0
-        with ExitStack() as stack:
-            coming = stack.enter_context(service(plannings[0]))
+        with ExitStack() as opened:
+            coming = opened.enter_context(service(plannings[0]))
             for number, task_set in enumerate(job.task_sets):
-                current = coming
-                # Processes take seconds to start: those of the next set do so beside this one.
-                if number + 1 < len(plannings):
-                    coming = stack.enter_context(service(plannings[number + 1]))
-                batches = TaskBatches({task: loaders["train"][task] for task in task_set.tasks}, step)
-                evaluated = prepare.joined_rounds([held_out[task] for task in task_set.tasks if task in held_out])
-                yield from _planned(job, current, corrections, batches, task_set.steps, evaluated)
-                current.close()
+                with opened.pop_all():
+                    current = coming
+                    # Processes take seconds to start: those of the next set do so beside this one.
+                    if number + 1 < len(plannings):
+                        coming = opened.enter_context(service(plannings[number + 1]))
+                    batches = TaskBatches({task: loaders["train"][task] for task in task_set.tasks}, step)
+                    evaluated = prepare.joined_rounds([held_out[task] for task in task_set.tasks if task in held_out])
+                    yield from _planned(job, current, corrections, batches, task_set.steps, evaluated)
                 step += task_set.steps
 
     return orders(), plannings[0].placement
