@@ -7,7 +7,8 @@ Example, two layers that keep 10 bytes or recompute for 3 ns, S = 3:
 
     fastest 20 bytes, 0 ns      within 10 bytes, 3 ns      leanest 0 bytes, 6 ns
 
-What is copied to the host and back costs nothing as long as it takes no longer than the stage that it runs beside.
+What is copied to the host and back runs beside compute: it is waited for where a copy takes longer than the stage that it
+runs beside, and else has a small price, so that what memory has room for stays.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ MOST_STATES = 2_048
 """Partial choices that the knapsack keeps; of more, which takes very many different layers, an even selection by size."""
 
 
+COPY_PRICE = 20
+"""A copy to or from the host counts as its duration over this many."""
+
+
 class Candidate(NamedTuple):
-    """Strategies of a unit's layers (none: all keep), its cost under them, and forward + backward with whatever copies
-    to and from the host take longer than these."""
+    """Strategies of a unit's layers (none: all keep), its cost under them, what copies to and from the host take longer
+    than forward and backward, and the latency to choose by: forward, backward, that, and the price of the copies."""
 
     strategies: Strategies
     cost: StageCost
+    stall_ns: int
     latency_ns: int
 
     @property
@@ -48,20 +54,20 @@ class Candidate(NamedTuple):
 def candidates(
     cost: StageCost, layers: Sequence[LayerStrategies], allowed: Sequence[Strategy], count: int = CANDIDATES
 ) -> tuple[Candidate, ...]:
-    """At most `count` candidates, from fastest to leanest, each slower and leaner than the one before.
+    """At most `count` candidates, from fastest to leanest, each slower and leaner than the one before; one is the leanest.
 
     `layers` as `Costs.strategies` has them; "keep" is always allowed. Without layers there is the one that keeps all.
     """
     choices = _choices(layers, allowed)
     if choices is None:
-        return (Candidate((), cost, cost.forward_ns + cost.backward_ns),)
+        return (Candidate((), cost, 0, cost.forward_ns + cost.backward_ns),)
     held, extra_ns, travel_ns = choices.totals.T
     stalls = np.maximum(0, travel_ns - cost.forward_ns) + np.maximum(0, travel_ns - cost.backward_ns - extra_ns)
-    price = extra_ns + stalls
+    price = extra_ns + stalls + 2 * travel_ns // COPY_PRICE
     fastest = np.lexsort((held, price))[0]
     leanest = np.lexsort((price, held))[0]
     spread = int(held[fastest] - held[leanest])
-    chosen = [int(fastest)]
+    chosen = [int(fastest)] if count > 1 else []
     for k in range(count - 2, 0, -1):
         within = np.nonzero(held <= held[leanest] + spread * k // (count - 1))[0]
         chosen.append(int(within[np.lexsort((held[within], price[within]))[0]]))
@@ -69,7 +75,7 @@ def candidates(
     for i in dict.fromkeys([*chosen, int(leanest)]):
         strategies = choices.strategies(i)
         latency = cost.forward_ns + cost.backward_ns + int(price[i])
-        candidate = Candidate(strategies, with_strategies(cost, strategies, layers), latency)
+        candidate = Candidate(strategies, with_strategies(cost, strategies, layers), int(stalls[i]), latency)
         if not found or candidate.held_bytes < found[-1].held_bytes:
             found.append(candidate)
     return tuple(found)

@@ -39,13 +39,16 @@ UNIT_BYTES = 1 << 20
 class CandidateTable(NamedTuple):
     """Candidates of all units, fastest first: [U] `kind`, and by kind [K, S], short rows filled up with the leanest.
 
-    `latency_ns`; `more_bytes`, held beyond the leanest; `forward_more`, `backward_more`: needed beyond the leanest while
+    `latency_ns` to choose by; `backward_ns` with what it waits for copies; `travel_ns`, a copy to the host or back;
+    `more_bytes`, held beyond the leanest; `forward_more`, `backward_more`: needed beyond the leanest while
     the forward and the backward run, negative if less. `leanest` [K]: position of the leanest.
     """
 
     kind: Ints
     leanest: Ints
     latency_ns: Ints
+    backward_ns: Ints
+    travel_ns: Ints
     more_bytes: Ints
     forward_more: Ints
     backward_more: Ints
@@ -69,6 +72,8 @@ def candidate_table(kind: Sequence[int], by_kind: Sequence[Sequence[Candidate]])
         kind=np.array(kind, np.int64),
         leanest=np.array([len(found) - 1 for found in by_kind], np.int64),
         latency_ns=column(lambda c, _: c.latency_ns),
+        backward_ns=column(lambda c, _: c.cost.backward_ns + c.stall_ns),
+        travel_ns=column(lambda c, _: c.cost.offload_ns),
         more_bytes=column(lambda c, lean: c.held_bytes - lean.held_bytes),
         forward_more=column(lambda c, lean: c.cost.offloaded_bytes - lean.cost.offloaded_bytes),
         backward_more=column(
@@ -99,8 +104,19 @@ def slots_of(problem: Problem, sequence: Ints, forward: Ints, backward: Ints) ->
     return Slots(start, base, np.where(backward >= 0, slot[forward], -1), np.where(backward >= 0, slot[backward], -1))
 
 
-def greedy(slots: Slots, table: CandidateTable, limits: Ints) -> Ints:
-    """[U] candidates: by gain per byte and slot, each unit the fastest that there is room for. `limits` [P] bytes."""
+def latencies(table: CandidateTable, slack_ns: Ints) -> Ints:
+    """[U, S]: latency of every unit's candidates where a backward could start `slack_ns` [U] after the end of its
+    forward, had it not to wait for copies to the host and back."""
+    waits: Ints = np.maximum(0, 2 * table.travel_ns[table.kind] - slack_ns[:, None])
+    found: Ints = table.latency_ns[table.kind] + waits
+    return found
+
+
+def greedy(slots: Slots, table: CandidateTable, latency_ns: Ints, limits: Ints) -> Ints:
+    """[U] candidates: by gain per byte and slot, each unit the fastest that there is room for.
+
+    `latency_ns` [U, S] as `latencies` has them, `limits` [P] bytes.
+    """
     choice: Ints = _greedy(
         slots.start,
         slots.base,
@@ -109,7 +125,7 @@ def greedy(slots: Slots, table: CandidateTable, limits: Ints) -> Ints:
         limits,
         table.kind,
         table.leanest,
-        table.latency_ns,
+        latency_ns,
         table.more_bytes,
         table.forward_more,
         table.backward_more,
@@ -117,17 +133,17 @@ def greedy(slots: Slots, table: CandidateTable, limits: Ints) -> Ints:
     return choice
 
 
-def solve(slots: Slots, table: CandidateTable, limits: Ints, *, gap: float = GAP) -> Ints:
+def solve(slots: Slots, table: CandidateTable, latency_ns: Ints, limits: Ints, *, gap: float = GAP) -> Ints:
     """[U] candidates: the best that the integer programs find, no worse than the greedy choice on any worker."""
-    choice = greedy(slots, table, limits)
+    choice = greedy(slots, table, latency_ns, limits)
     for worker in range(len(limits)):
         first, stop = int(slots.start[worker]), int(slots.start[worker + 1])
         units = np.nonzero((slots.first >= first) & (slots.first < stop))[0]
-        kind = table.kind[units]
         # No choice is faster than the fastest candidates: that may be proof enough.
-        latency = int(table.latency_ns[kind, choice[units]].sum())
-        if latency - int(table.latency_ns[kind, 0].sum()) > gap * latency:
-            choice[units] = _program(slots, table, int(limits[worker]), first, stop, units, choice[units], gap)
+        latency = int(latency_ns[units, choice[units]].sum())
+        if latency - int(latency_ns[units].min(axis=1).sum()) > gap * latency:
+            program = _program(slots, table, latency_ns, int(limits[worker]), first, stop, units, choice[units], gap)
+            choice[units] = program
     return choice
 
 
@@ -143,7 +159,15 @@ def fits(slots: Slots, table: CandidateTable, limits: Ints, choice: Ints) -> boo
 
 
 def _program(
-    slots: Slots, table: CandidateTable, limit: int, first: int, stop: int, units: Ints, warm: Ints, gap: float
+    slots: Slots,
+    table: CandidateTable,
+    latency_ns: Ints,
+    limit: int,
+    first: int,
+    stop: int,
+    units: Ints,
+    warm: Ints,
+    gap: float,
 ) -> Ints:
     """The choice for the units of one worker, whose slots are first..stop-1."""
     kind = table.kind[units]
@@ -152,7 +176,7 @@ def _program(
     owner = np.repeat(np.arange(len(units)), counts)
     number = np.arange(len(owner)) - column[owner]
     cell = kind[owner], number
-    latency, more = table.latency_ns[cell], table.more_bytes[cell]
+    latency, more = latency_ns[units[owner], number], table.more_bytes[cell]
     starts, ends = slots.first[units][owner], slots.last[units][owner]
     rows = [np.arange(a, b) for a, b in pairwise(column.tolist())]
     values = [np.ones(len(row)) for row in rows]
@@ -203,7 +227,7 @@ def _program(
         return warm
     found = np.array([int(value[a:b].argmax()) for a, b in pairwise(column.tolist())], np.int64)
     # The solver counts in real numbers: its choice is taken if it holds in whole bytes, and is better.
-    better = table.latency_ns[kind, found].sum() < table.latency_ns[kind, warm].sum()
+    better = latency_ns[units, found].sum() < latency_ns[units, warm].sum()
     return found if better and (needed[:, column[:-1] + found].sum(axis=1) <= room).all() else warm
 
 
@@ -245,7 +269,7 @@ def _greedy(start, base, first, last, limits, kind, leanest, latency, more, forw
         choice[u] = leanest[k]
         if first[u] >= 0:
             cost = max(1, more[k, 0]) * (last[u] - first[u] + 1)
-            gain[u] = (latency[k, leanest[k]] - latency[k, 0]) / cost
+            gain[u] = (latency[u, leanest[k]] - latency[u, : leanest[k] + 1].min()) / cost
     for u in np.argsort(-gain, kind="mergesort"):
         k = kind[u]
         if first[u] < 0:
@@ -257,11 +281,11 @@ def _greedy(start, base, first, last, limits, kind, leanest, latency, more, forw
         for c in range(leanest[k]):
             ends = held[first[u]] + more[k, c] + forward_more[k, c] <= limit[first[u]]
             ends &= held[last[u]] + more[k, c] + backward_more[k, c] <= limit[last[u]]
-            if ends and more[k, c] <= room:
+            if ends and more[k, c] <= room and latency[u, c] < latency[u, choice[u]]:
                 choice[u] = c
-                for i in range(first[u], last[u] + 1):
-                    held[i] += more[k, c]
-                held[first[u]] += forward_more[k, c]
-                held[last[u]] += backward_more[k, c]
-                break
+        c = choice[u]
+        for i in range(first[u], last[u] + 1):
+            held[i] += more[k, c]
+        held[first[u]] += forward_more[k, c]
+        held[last[u]] += backward_more[k, c]
     return choice

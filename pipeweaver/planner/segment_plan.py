@@ -7,8 +7,8 @@
 3. Each unit gets the candidate that suits the room that is left (`memory_program.py`). The score is the makespan of the
    order under these.
 
-While orders are played out, step 3 is its greedy start, in compiled code; an order that is better than all before it
-gets the integer programs as well. Example of what comes out, two images in parts of one, K = 1:
+While orders are played out, step 3 is its greedy start, in compiled code; the best order gets the integer programs.
+Example of what comes out, two images in parts of one, K = 1:
 
     worker 0   0F0 0F1 2F0 2B0 0B0 0B1        worker 1   1F0 1F1 3F0 3B0 1B0 1B1
 """
@@ -25,12 +25,12 @@ import numpy as np
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.planner.candidates import Candidate, candidates
+from pipeweaver.planner.candidates import CANDIDATES, Candidate, candidates
 from pipeweaver.planner.listing import LimitError, Rules, Schedule, list_schedule
-from pipeweaver.planner.memory_program import CandidateTable, candidate_table, greedy, slots_of, solve
+from pipeweaver.planner.memory_program import CandidateTable, candidate_table, greedy, latencies, slots_of, solve
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.parts import cut_parts
-from pipeweaver.planner.problem import Ints
+from pipeweaver.planner.problem import Ints, Problem
 from pipeweaver.planner.segments import items_per_part, segment_groups
 from pipeweaver.planner.step_problem import step_problem
 from pipeweaver.planner.tree_search import TreeSearch
@@ -59,7 +59,7 @@ class SegmentPlanner:
     """An anytime planner of one replica's step. `plan` compiles the best order so far.
 
     `budget_bytes` is what each worker may hold, parameters included; None is unlimited. A round is a node of the search
-    tree with its play-outs. With equal arguments, the state after a number of rounds is always the same.
+    tree with its play-outs. `num_candidates` is S; with 1 all units are lean. With equal arguments, the state after a number of rounds is always the same.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class SegmentPlanner:
         forward_only: bool = False,
         options: PolicyOptions = DEFAULTS,
         dtype: str = "float32",
+        num_candidates: int = CANDIDATES,
     ) -> None:
         self.budget_bytes, self.seed, self.rounds = budget_bytes, seed, 0
         parts = cut_parts(graph, placement, share, items_per_part(graph, [share], costs) | options.items_per_part)
@@ -81,12 +82,14 @@ class SegmentPlanner:
         size = len(self.step)
         self._static = np.array(static_bytes(graph, placement, costs), np.int64)
         # Without a budget there is nothing to be lean for.
-        self._table = _table(self.step, () if budget_bytes is None else options.strategies)
+        self._table = _table(self.step, () if budget_bytes is None else options.strategies, num_candidates)
         self._leanest = self._table.leanest[self._table.kind]
-        self.made = step_problem(self.step, self._costs(self._leanest), np.zeros(size, np.int64))
+        made = step_problem(self.step, self._costs(self._leanest), np.zeros(size, np.int64))
         index = np.full(3 * size, -1, np.int64)
-        index[self.made.number] = np.arange(len(self.made.number))
+        index[made.number] = np.arange(len(made.number))
         self._forward, self._backward = index[:size], np.where(self.step.learns, index[size : 2 * size], -1)
+        self._learning = np.nonzero(self.step.learns)[0]
+        self.made = made._replace(problem=self._travelling(made.problem, self._leanest))
         self._group, self._place = segment_groups(self.step, self.made)
         self._limits = None if budget_bytes is None else budget_bytes - self._static - self._reserve()
         self._best: Scored | None = None
@@ -112,6 +115,9 @@ class SegmentPlanner:
         Raises ValueError, naming worker and bytes, if no plan is within the budget.
         """
         found, limits = self._best, self._limits
+        if found is not None and limits is not None:
+            exact = self._assigned(found.schedule, limits, exact=True)
+            found = min(found, exact, key=lambda one: one.makespan_ns)
         for _ in range(ATTEMPTS):
             if found is None or self._search is None:
                 break
@@ -136,11 +142,9 @@ class SegmentPlanner:
 
     def _score(self, order: Ints) -> int:
         """The same for the search, which keeps the best."""
-        schedule = self._interleaved(order, self._limits)
-        scored = self._assigned(schedule, self._limits, exact=False)
+        scored = self._assigned(self._interleaved(order, self._limits), self._limits, exact=False)
         if self._best is None or scored.makespan_ns < self._best.makespan_ns:
-            exact = self._assigned(schedule, self._limits, exact=True)
-            self._best = min(scored, exact, key=lambda one: one.makespan_ns)
+            self._best = scored
         return scored.makespan_ns
 
     def _interleaved(self, order: Ints, limits: Ints | None) -> Schedule:
@@ -157,11 +161,12 @@ class SegmentPlanner:
         choice = np.zeros(len(self.step), np.int64)
         if limits is not None and self._leanest.any():
             slots = slots_of(problem, schedule.sequence, self._forward, self._backward)
-            choice = (solve if exact else greedy)(slots, table, limits)
+            latency = latencies(table, self._slack(schedule))
+            choice = (solve if exact else greedy)(slots, table, latency, limits)
+            problem = self._travelling(problem, choice)
         duration = problem.duration_ns.copy()
-        learning = np.nonzero(self._backward >= 0)[0]
-        at = table.kind[learning], choice[learning]
-        duration[self._backward[learning]] = table.latency_ns[at] - self.step.costs.forward_ns[learning]
+        learning = self._learning
+        duration[self._backward[learning]] = table.backward_ns[table.kind[learning], choice[learning]]
         orders = schedule.orders(problem)
         times = time_stages(
             StageGraph(problem.worker, duration, problem.successor_start, problem.successor, problem.lag_ns),
@@ -172,6 +177,36 @@ class SegmentPlanner:
             ),
         )
         return Scored(schedule, choice, int(times.end_ns.max(initial=0)))
+
+    def _travelling(self, problem: Problem, choice: Ints) -> Problem:
+        """The problem where a backward waits for its copies to the host and back."""
+        learning, kind = self._learning, self._table.kind
+        copies = np.zeros(problem.num_stages, np.int64)
+        copies[self._backward[learning]] = 2 * self._table.travel_ns[kind[learning], choice[learning]]
+        own = np.full(problem.num_stages, -1, np.int64)
+        own[self._backward[learning]] = self._forward[learning]
+        stage = np.arange(problem.num_stages)
+        source = np.repeat(stage, np.diff(problem.successor_start))
+        target = np.repeat(stage, np.diff(problem.predecessor_start))
+        return problem._replace(
+            lag_ns=np.where(own[problem.successor] == source, copies[problem.successor], problem.lag_ns),
+            predecessor_lag_ns=np.where(own[target] == problem.predecessor, copies[target], problem.predecessor_lag_ns),
+        )
+
+    def _slack(self, schedule: Schedule) -> Ints:
+        """[U] from the end of a unit's forward to when the others that its backward needs are there, ns; 0 without."""
+        problem, learning = self.made.problem, self._learning
+        end = schedule.start_ns + problem.duration_ns
+        target = np.repeat(np.arange(problem.num_stages), np.diff(problem.predecessor_start))
+        own = np.full(problem.num_stages, -1, np.int64)
+        own[self._backward[learning]] = self._forward[learning]
+        others = problem.predecessor != own[target]
+        ready = np.zeros(problem.num_stages, np.int64)
+        arrives = end[problem.predecessor] + problem.predecessor_lag_ns
+        np.maximum.at(ready, target[others], arrives[others])
+        slack = np.zeros(len(self.step), np.int64)
+        slack[learning] = np.maximum(0, ready[self._backward[learning]] - end[self._forward[learning]])
+        return slack
 
     def _in_turn(self, policy: str) -> tuple[Draft, FlatPlan]:
         """One microbatch after the other, everything lean."""
@@ -208,7 +243,7 @@ class SegmentPlanner:
         return step_problem(self.step, costs, np.zeros(len(self.step), np.int64)).reserve
 
 
-def _table(step: StepStages, allowed: Sequence[Strategy]) -> CandidateTable:
+def _table(step: StepStages, allowed: Sequence[Strategy], count: int) -> CandidateTable:
     """Candidates by kind: units that cost the same have the same."""
     firsts: dict[tuple[int, bool], int] = {}
     kinds = [
@@ -219,5 +254,5 @@ def _table(step: StepStages, allowed: Sequence[Strategy]) -> CandidateTable:
     for unit, kind in enumerate(kinds):
         if not by_kind[kind]:
             layers = step.layer_strategies(unit) if allowed and step.learns[unit] else ()
-            by_kind[kind] = candidates(step.stage_costs[unit], layers, allowed)
+            by_kind[kind] = candidates(step.stage_costs[unit], layers, allowed, count)
     return candidate_table(kinds, by_kind)

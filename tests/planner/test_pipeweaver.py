@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from planner_cases import GRAPHS, flat_costs, graph_of, share_of
 
 from pipeweaver.costs import StageCost, StrategyCost, with_strategies
-from pipeweaver.planner.candidates import Candidate, candidates
-from pipeweaver.planner.memory_program import Slots, candidate_table, fits, greedy, solve
+from pipeweaver.planner.candidates import COPY_PRICE, Candidate, candidates
+from pipeweaver.planner.memory_program import Slots, candidate_table, fits, greedy, latencies, solve
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.planner.segment_plan import SegmentPlanner
 from pipeweaver.planner.segments import chunks_per_worker, items_per_part
@@ -230,7 +230,7 @@ def test_candidates_are_the_fastest_within_their_memory(layers, forward_ns, coun
         priced = with_strategies(cost, names, layers)
         travel = priced.offload_ns
         stall = max(0, travel - forward_ns) + max(0, travel - priced.backward_ns)
-        all_choices.append((priced.saved_bytes, forward_ns + priced.backward_ns + stall))
+        all_choices.append((priced.saved_bytes, forward_ns + priced.backward_ns + stall + 2 * travel // COPY_PRICE))
     assert found[0].latency_ns == min(ns for _, ns in all_choices)
     assert found[-1].held_bytes == min(held for held, _ in all_choices)
     for candidate in found:
@@ -257,7 +257,7 @@ def memory_case(seed):
         held, ns, found = draw.randint(5, 20), draw.randint(10, 20), []
         for _ in range(draw.randint(1, 3)):
             cost = StageCost(0, ns, saved_bytes=held << 20, backward_workspace_bytes=draw.randint(0, 6) << 20)
-            found.append(Candidate((), cost, ns))
+            found.append(Candidate((), cost, 0, ns))
             held, ns = held - draw.randint(1, 5), ns + draw.randint(1, 9)
         by_kind.append(found)
     slots = sorted(2 * list(range(units)), key=lambda _: draw.random())
@@ -278,10 +278,11 @@ def test_the_integer_program_finds_what_enumeration_finds(seed):
     def latency(choice):
         return int(table.latency_ns[table.kind, choice].sum())
 
+    each = latencies(table, np.zeros(len(table.kind), np.int64))
     best = min(latency(choice) for choice in possible)
-    exact = solve(slots, table, limits, gap=0.0)
-    start = greedy(slots, table, limits)
+    exact = solve(slots, table, each, limits, gap=0.0)
+    start = greedy(slots, table, each, limits)
     assert fits(slots, table, limits, exact) and fits(slots, table, limits, start)
     assert latency(exact) == best
-    within = latency(solve(slots, table, limits))
+    within = latency(solve(slots, table, each, limits))
     assert best <= within <= min(latency(start), best / 0.95)
