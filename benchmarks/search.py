@@ -23,6 +23,7 @@ from typing import Protocol
 
 from benchmarks.held import held_problem, load_held
 from benchmarks.oracle import optimum, random_instance
+from benchmarks.search_ablation import Ablation, ablation
 from benchmarks.setups import Case, cases
 from pipeweaver.data.items import Share
 from pipeweaver.planner.assign import single_share
@@ -92,6 +93,7 @@ class Scope:
     oracle_seconds: float = ORACLE_SECONDS
     long_seconds: float | None = LONG_SECONDS
     sample: int = SAMPLE
+    ablation: Ablation | None = None
 
 
 QUICK = Scope(
@@ -118,7 +120,7 @@ def main() -> None:
             print(error, file=sys.stderr)
             sys.exit(2)
     else:
-        figures = all_figures(QUICK if chosen.quick else Scope())
+        figures = all_figures(QUICK if chosen.quick else Scope(ablation=Ablation()))
     print(json.dumps(figures))
 
 
@@ -168,7 +170,8 @@ def all_figures(scope: Scope) -> dict[str, object]:
     figures = oracle | summary(rows) | {"one_second_loss": max(losses, default=None)}
     for name, value in figures.items():
         print(f"{name:36} {value if not isinstance(value, float) else round(value, 5)}")
-    return {"rows": [asdict(row) for row in rows], **figures}
+    steps = ablation(scope.ablation) if scope.ablation else {"ablation_paper": None, "ablation_dynamic": None}
+    return {"rows": [asdict(row) for row in rows], **figures, **steps}
 
 
 def placed(case: Case, policy: str, *, count: int) -> Placement:

@@ -58,8 +58,8 @@ READINGS: dict[str, tuple[Strategy, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scope:
-    """`batches` of `microbatches` each; `sample` batches for a placement; setups of our own ablation."""
+class Ablation:
+    """What is measured: `batches` of `microbatches` each; `sample` batches for a placement; setups of our own ablation."""
 
     batches: int = 4
     microbatches: int = 32
@@ -67,22 +67,22 @@ class Scope:
     setups: Sequence[str] = ("VLM-S", "VLM-L", "T2V-S")
 
 
-QUICK = Scope(batches=1, microbatches=16, sample=1, setups=())
+QUICK = Ablation(batches=1, microbatches=16, sample=1, setups=())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one batch, the paper's ablation only")
-    print(json.dumps(ablation(QUICK if parser.parse_args().quick else Scope())))
+    print(json.dumps(ablation(QUICK if parser.parse_args().quick else Ablation())))
 
 
-def ablation(scope: Scope) -> dict[str, object]:
+def ablation(scope: Ablation) -> dict[str, object]:
     """Both ablations, printed as they are found: `ablation_paper`, one entry per step, `ablation_dynamic`, one per lever."""
     paper = [row for reading in READINGS for row in paper_ablation(scope, reading)]
     return {"ablation_paper": paper, "ablation_dynamic": dynamic_ablation(scope)}
 
 
-def paper_ablation(scope: Scope, reading: str) -> list[dict[str, object]]:
+def paper_ablation(scope: Ablation, reading: str) -> list[dict[str, object]]:
     """The paper's steps on VLM-S: step time, ratio to the step before, the paper's ratio, and whether it fits."""
     choices = READINGS[reading]
     case = cases()["VLM-S"]
@@ -128,7 +128,7 @@ def paper_ablation(scope: Scope, reading: str) -> list[dict[str, object]]:
     return found
 
 
-def dynamic_ablation(scope: Scope) -> list[dict[str, object]]:
+def dynamic_ablation(scope: Ablation) -> list[dict[str, object]]:
     """For every setup and lever of `dynamic`: makespan without it over makespan with all, within the memory."""
     found: list[dict[str, object]] = []
     for name in scope.setups:
@@ -150,7 +150,7 @@ def dynamic_ablation(scope: Scope) -> list[dict[str, object]]:
     return found
 
 
-def _shares(case: Case, scope: Scope) -> list[Share]:
+def _shares(case: Case, scope: Ablation) -> list[Share]:
     return [single_share(case.graph, case.batch(seed=i, microbatches=scope.microbatches)) for i in range(scope.batches)]
 
 
