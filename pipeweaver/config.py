@@ -236,6 +236,7 @@ _EFFECTIVE = {
     "items_per_part": ("dynamic", "pipeweaver"),
     "even_parts": ("dynamic",),
     "regroup": ("dynamic",),
+    "exchange": ("dynamic",),
     "split_backward": ("dynamic",),
     "strategies": ("dynamic", "pipeweaver"),
 }

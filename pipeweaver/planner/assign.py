@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeweaver.costs import Costs
-from pipeweaver.data.items import Batch, Item, Sample, Share, linked
+from pipeweaver.data.items import Batch, Item, Sample, Share
 from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.exchange import Groups, exchanged, sample_costs
 
 
-def share_out(graph: ModelGraph, batch: Batch, num_replicas: int, costs: Costs | None = None) -> tuple[Share, ...]:
+def share_out(
+    graph: ModelGraph, batch: Batch, num_replicas: int, costs: Costs | None = None, *, exchange: bool = False
+) -> tuple[Share, ...]:
     """One share per replica: every microbatch in exactly one, in the order drawn; some may have none.
 
-    With `costs` the replicas' work is balanced in nanoseconds, else in tokens. Raises ValueError for a joint
-    loss on more than one replica.
+    With `costs` the replicas' work is balanced in nanoseconds, else in tokens. With `exchange` replicas exchange samples
+    to become even (`exchange.py`). Raises ValueError for a joint loss on more than one replica.
     """
     assert num_replicas >= 1, num_replicas
     for module in graph.modules:
@@ -29,19 +32,14 @@ def share_out(graph: ModelGraph, batch: Batch, num_replicas: int, costs: Costs |
                 f"the loss of {module.name} is joint: it needs the whole batch in one place, but there are "
                 f"{num_replicas} replicas; use 1"
             )
-    sizes = [_microbatch_cost([batch.samples[i] for i in group], costs) for group in batch.microbatches]
-    loads = [0] * num_replicas
-    counts = [0] * num_replicas
-    groups: list[list[int]] = [[] for _ in range(num_replicas)]
-    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        replica = min(range(num_replicas), key=lambda r: (loads[r], counts[r], r))
-        loads[replica] += sizes[number]
-        counts[replica] += 1
-        groups[replica].append(number)
     normalisers = count_normalisers(graph, batch.samples)
-    return tuple(
-        _flatten(batch, sorted(group), replica, num_replicas, normalisers) for replica, group in enumerate(groups)
-    )
+    if num_replicas == 1:
+        return (_flatten(batch, batch.microbatches, 0, 1, normalisers),)
+    cost = sample_costs(batch, costs)
+    groups = _dealt(batch, num_replicas, cost)
+    if exchange:
+        groups = exchanged(batch, groups, cost)
+    return tuple(_flatten(batch, group, replica, num_replicas, normalisers) for replica, group in enumerate(groups))
 
 
 def single_share(graph: ModelGraph, batch: Batch) -> Share:
@@ -67,20 +65,22 @@ def count_normalisers(graph: ModelGraph, samples: Sequence[Sample]) -> dict[str,
     return {name: max(1, count) for name, count in units.items()}
 
 
-def _microbatch_cost(samples: Sequence[Sample], costs: Costs | None) -> int:
-    if costs is None:
-        return sum(item.sizes["tokens"] for sample in samples for item in sample.items)
-    by_module: dict[str, tuple[list[Item], list[tuple[Item, ...]]]] = {}
-    for sample in samples:
-        for item, sources in zip(sample.items, linked(sample.items, sample.links), strict=True):
-            items, links = by_module.setdefault(item.module, ([], []))
-            items.append(item)
-            links.append(sources)
-    return sum(costs.useful_ns(module, items, links) for module, (items, links) in by_module.items())
+def _dealt(batch: Batch, num_replicas: int, cost: Sequence[int]) -> Groups:
+    """Whole microbatches, the largest first, each to the replica with the least so far."""
+    sizes = [sum(cost[i] for i in group) for group in batch.microbatches]
+    loads = [0] * num_replicas
+    counts = [0] * num_replicas
+    groups: list[list[int]] = [[] for _ in range(num_replicas)]
+    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        replica = min(range(num_replicas), key=lambda r: (loads[r], counts[r], r))
+        loads[replica] += sizes[number]
+        counts[replica] += 1
+        groups[replica].append(number)
+    return [[list(batch.microbatches[number]) for number in sorted(group)] for group in groups]
 
 
 def _flatten(
-    batch: Batch, groups: Sequence[int], replica: int, num_replicas: int, normalisers: dict[str, int]
+    batch: Batch, groups: Sequence[Sequence[int]], replica: int, num_replicas: int, normalisers: dict[str, int]
 ) -> Share:
     items: list[Item] = []
     links: list[tuple[int, int]] = []
@@ -88,7 +88,7 @@ def _flatten(
     records: dict[str, int] = {}
     for group in groups:
         first = len(items)
-        for i in batch.microbatches[group]:
+        for i in group:
             sample = batch.samples[i]
             links += [(len(items) + source, len(items) + destination) for source, destination in sample.links]
             items += sample.items

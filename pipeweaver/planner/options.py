@@ -25,6 +25,7 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     takes; a module that is not named keeps the items of a microbatch together, or is left to the policy.
     `even_parts`: parts of one microbatch are made even in number of items, or in cost.
     `regroup` (`dynamic`): samples may be grouped into other microbatches than they were drawn in.
+    `exchange` (`dynamic`): replicas may exchange samples, where that makes their work more even.
     `split_backward` (`dynamic`): backwards may be split into input and weight gradients. `strategies` (`dynamic`,
     `pipeweaver`): the memory strategies that they may use where the budget calls for it; "keep" they may always.
     """
@@ -36,6 +37,7 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     items_per_part: dict[str, int] = {}
     even_parts: Literal["items", "cost"] = "cost"
     regroup: bool = True
+    exchange: bool = True
     split_backward: bool = True
     strategies: tuple[Strategy, ...] = ("recompute", "recompute-attention", "offload")
 

@@ -46,10 +46,16 @@ class Planning:
 
 def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) -> tuple[Plan, ...]:
     """Verified plans of all replicas for one batch. Raises ValueError if the policy finds none, or a wrong one."""
-    shares = share_out(planning.graph, batch, planning.num_replicas, planning.costs)
+    shares = shares_for(planning, batch)
     plans = plan_shares(planning, shares, forward_only=forward_only)
     verify(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
     return plans
+
+
+def shares_for(planning: Planning, batch: Batch) -> tuple[Share, ...]:
+    """What each replica takes of the batch. Only `dynamic` exchanges samples; the others keep microbatches as drawn."""
+    exchange = planning.policy == "dynamic" and planning.options.exchange
+    return share_out(planning.graph, batch, planning.num_replicas, planning.costs, exchange=exchange)
 
 
 def plan_shares(planning: Planning, shares: Sequence[Share], *, forward_only: bool = False) -> tuple[Plan, ...]:

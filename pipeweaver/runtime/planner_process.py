@@ -38,9 +38,8 @@ import msgspec  # noqa: E402
 from pipeweaver import config  # noqa: E402
 from pipeweaver.calibrate import unpack_costs  # noqa: E402
 from pipeweaver.data.items import Share  # noqa: E402
-from pipeweaver.planner.assign import share_out  # noqa: E402
 from pipeweaver.runtime import prepare  # noqa: E402
-from pipeweaver.runtime.ahead import Planning, corrected, plan_shares, predicted_ns  # noqa: E402
+from pipeweaver.runtime.ahead import Planning, corrected, plan_shares, predicted_ns, shares_for  # noqa: E402
 from pipeweaver.runtime.planner_messages import (  # noqa: E402
     Begin,
     Inbox,
@@ -159,8 +158,7 @@ class Search:
     def _plans(self, rounds: int) -> tuple[Plan, ...]:
         wanted, planning = self._wanted, self._planning
         if not self._shares:
-            shares = share_out(planning.graph, wanted.batch, planning.num_replicas, planning.costs)
-            self._shares = shares[wanted.first : wanted.stop]
+            self._shares = shares_for(planning, wanted.batch)[wanted.first : wanted.stop]
         return plan_shares(replace(planning, rounds=rounds), self._shares, forward_only=wanted.forward_only)
 
 

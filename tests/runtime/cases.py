@@ -106,7 +106,8 @@ def make_plans(
         even_parts=draw.choice(["items", "cost"]),
     )
     policy = POLICIES[case.policy]
-    shares = [share_out(graph, batch, case.num_replicas, costs) for batch in batches]
+    exchange = case.policy == "dynamic"
+    shares = [share_out(graph, batch, case.num_replicas, costs, exchange=exchange) for batch in batches]
     placement = policy.place(graph, case.workers, costs, [share for step in shares for share in step], options)
     steps = []
     for of_step in shares:
