@@ -94,6 +94,9 @@ def estimate(
     machine: Machine = "cpu",
     tensor_parallel: TensorParallel = 1,
     step: Annotated[int, typer.Option("--step", min=0, help="Estimate the batch of this step.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the step, down to operators, for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Step time, MFU and memory of a job on a machine that need not be here. Trains and measures nothing."""
     with _mistakes():
@@ -101,10 +104,18 @@ def estimate(
         from pipeweaver.commands import check
 
         check(job, runs_here=False)
+        from pipeweaver.report.trace import write_trace
+        from pipeweaver.runtime.process import writing
         from pipeweaver.semu.estimate import estimate as estimate_step
         from pipeweaver.semu.estimate import render
+        from pipeweaver.semu.operators import insides
 
-        print("\n".join(render(estimate_step(job, machine, tensor_parallel=tensor_parallel, step=step))))
+        found = estimate_step(job, machine, tensor_parallel=tensor_parallel, step=step)
+        print("\n".join(render(found)))
+        if trace is not None:
+            with writing(trace):
+                write_trace(trace, found.plans, insides=insides(found.costs, found.plans))
+            print(f"wrote {trace}")
 
 
 @app.command()
@@ -131,11 +142,13 @@ def rehearse(
         from pipeweaver.rehearsal.job import rehearse_job
         from pipeweaver.rehearsal.report import render
         from pipeweaver.report.trace import write_trace
+        from pipeweaver.runtime.process import writing
 
         found = rehearse_job(job, machine, tensor_parallel=tensor_parallel, steps=range(step, step + steps))
         print("\n".join(render(found)))
         if trace is not None:
-            write_trace(trace, found.steps[-1].plans, found.steps[-1].measurements)
+            with writing(trace):
+                write_trace(trace, found.steps[-1].plans, found.steps[-1].measurements)
             print(f"wrote {trace}")
 
 

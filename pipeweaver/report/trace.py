@@ -9,16 +9,16 @@ the stage that made the tensor to the stage that takes it in:
     worker 1 transfers            [vision 0F0 from 0]...
     worker 1 compute                             [language 1F0]
 
-Perfetto colours slices by their name without digits, so names start with the module.
+Where it is known what happens inside a stage, layers and operators lie within its slice. Perfetto colours slices by their name without digits, so names start with the module.
 Format: "Trace Event Format" (Chrome), complete events X, flows s/t/f, counters C, metadata M.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeweaver.report.copies import copy_spans
 from pipeweaver.report.memory import memory_over_time
@@ -57,15 +57,34 @@ _COLOURS = (
 )
 
 
-def write_trace(path: Path, plans: Sequence[Plan], measurements: Sequence[Measurement | None] = ()) -> None:
+class Inside(NamedTuple):
+    """A layer or an operator inside a stage: its name, when it runs, ns from the start of the stage, and what to say."""
+
+    name: str
+    span: Span
+    arguments: Event
+
+
+Insides = Callable[[Plan, Compute], Sequence[Inside]]
+"""What happens inside a stage as predicted, outer before inner."""
+
+
+def write_trace(
+    path: Path,
+    plans: Sequence[Plan],
+    measurements: Sequence[Measurement | None] = (),
+    insides: Insides | None = None,
+) -> None:
     """Write the trace of a step: all its replicas' plans and, where there are any, their measurements in the same order."""
-    document = {"traceEvents": trace_events(plans, measurements), "displayTimeUnit": "ms"}
+    document = {"traceEvents": trace_events(plans, measurements, insides), "displayTimeUnit": "ms"}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, separators=(",", ":")))
 
 
-def trace_events(plans: Sequence[Plan], measurements: Sequence[Measurement | None] = ()) -> list[Event]:
-    """Trace events in the order of time, metadata first. `ts` and `dur` are microseconds, as the format wants.
+def trace_events(
+    plans: Sequence[Plan], measurements: Sequence[Measurement | None] = (), insides: Insides | None = None
+) -> list[Event]:
+    """Trace events in the order of time, metadata first, outer slices before those inside. `ts` and `dur` are microseconds, as the format wants.
 
     A plan without prediction and without measurement has nothing to show and adds nothing.
     """
@@ -77,7 +96,8 @@ def trace_events(plans: Sequence[Plan], measurements: Sequence[Measurement | Non
             if timeline is not None:
                 process += 1
                 name = f"replica {plan.replica} {kind}, step {plan.step}"
-                events += _process(process, name, plan, timeline.spans, timeline.transfers)
+                known = insides if kind == "predicted" else None
+                events += _process(process, name, plan, timeline.spans, timeline.transfers, known)
     return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
 
 
@@ -120,7 +140,12 @@ def lanes(spans: Sequence[Span]) -> list[int]:
 
 
 def _process(
-    process: int, name: str, plan: Plan, spans: Sequence[Sequence[Span]], transfers: Sequence[Span]
+    process: int,
+    name: str,
+    plan: Plan,
+    spans: Sequence[Sequence[Span]],
+    transfers: Sequence[Span],
+    insides: Insides | None,
 ) -> Iterator[Event]:
     yield _metadata("process_name", process, 0, {"name": name})
     yield _metadata("process_sort_index", process, 0, {"sort_index": process})
@@ -135,6 +160,8 @@ def _process(
                 if isinstance(action, Compute):
                     computed[action.stage] = event
                 yield event
+                if insides is not None and isinstance(action, Compute):
+                    yield from _inside(process, thread, span, insides(plan, action))
         for time_ns, num_bytes in memory_over_time(plan, worker, lane):
             yield _event("C", process, 0, time_ns, name=f"memory worker {worker}", args={"bytes": num_bytes})
         yield from _copies(process, worker, plan, lane)
@@ -162,6 +189,14 @@ def _process(
             yield event
     for number, events in sent.items():
         yield from _arrow(process, number, plan, computed, events)
+
+
+def _inside(process: int, thread: int, stage: Span, inside: Sequence[Inside]) -> Iterator[Event]:
+    for name, span, arguments in inside:
+        if span.end_ns > span.start_ns:
+            start_ns = stage.start_ns + span.start_ns
+            length = (span.end_ns - span.start_ns) / 1_000
+            yield _event("X", process, thread, start_ns, name=name, cat="inside", dur=length, args=arguments)
 
 
 def _copies(process: int, worker: int, plan: Plan, spans: Sequence[Span]) -> Iterator[Event]:

@@ -178,14 +178,19 @@ class SemuCosts:
         )
 
     def layers(
-        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
-    ) -> list[tuple[LayerCost, bool, int]]:
-        """(cost, whether it takes part in the backward, how many follow each other) of a stage's layers, in order."""
+        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]], strategies: Sequence[Strategy] = ()
+    ) -> list[tuple[LayerCost, bool]]:
+        """(cost, whether it takes part in the backward) of every layer of a stage, in order, under its memory strategy;
+        without strategies, all keep what they save."""
         sizes = self._sizes(items, links)
-        return [
-            (self._layer(run.layer, items, links, sizes), run.backward, run.repeats)
-            for run in self._runs(chunk.module, chunk.start, chunk.stop)
-        ]
+        runs = [run for run in self._runs(chunk.module, chunk.start, chunk.stop) for _ in range(run.repeats)]
+        keep: Strategy = "keep"
+        found = []
+        for run, strategy in zip(runs, strategies or [keep] * len(runs), strict=True):
+            again = strategy in ("recompute", "recompute-attention") and run.backward
+            layer = self._variant(run.layer, strategy) if again else run.layer
+            found.append((self._layer(layer, items, links, sizes), run.backward))
+        return found
 
     def strategies(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]

@@ -22,7 +22,7 @@ from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.schedule.ir import Action, Compute, Free, Plan
 from pipeweaver.schedule.memory import allocations, held_bytes
-from pipeweaver.semu.costs import Coverage, SemuCosts
+from pipeweaver.semu.costs import SemuCosts
 from pipeweaver.semu.machine import Machine, load_machine
 
 
@@ -48,7 +48,7 @@ class Estimate:
     tensor_parallel: int
     dtype: str
     flops: dict[str, float]
-    coverage: Coverage
+    costs: SemuCosts
 
     @property
     def step_ns(self) -> int:
@@ -84,7 +84,7 @@ def estimate(job: Job, machine: str, *, tensor_parallel: int = 1, step: int = 0)
         tensor_parallel=tensor_parallel,
         dtype=job.run.dtype,
         flops=flops,
-        coverage=costs.coverage,
+        costs=costs,
     )
 
 
@@ -147,7 +147,7 @@ def render(found: Estimate) -> list[str]:
                 f"{replica}worker {worker}: peak {format_bytes(most.num_bytes)} at {most.action}, "
                 f"most of it {owner}: {listed}"
             )
-    coverage, machine = found.coverage, found.machine
+    coverage, machine = found.costs.coverage, found.machine
     lines.append(
         f"machine {machine.name}: {machine.calibrated or 'not calibrated'}; {coverage.guessed_share:.0%} of the time "
         f"({coverage.num_guessed} launches) rests on defaults; {machine.source}"
