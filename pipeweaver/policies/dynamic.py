@@ -134,4 +134,4 @@ def _sample(shares: Sequence[Share]) -> list[Share]:
     return [filled[i * len(filled) // count] for i in range(count)]
 
 
-POLICY = Policy(place=place, plan=plan)
+POLICY = Policy(place=place, plan=plan, search=StepPlanner)

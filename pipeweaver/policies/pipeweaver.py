@@ -70,4 +70,4 @@ def plan(
     return planner.plan()[0]
 
 
-POLICY = Policy(place=place, plan=plan)
+POLICY = Policy(place=place, plan=plan, search=SegmentPlanner)

@@ -1,4 +1,4 @@
-"""What a policy is: two pure functions, one for a whole run and one for each step."""
+"""What a policy is: two pure functions, one for a whole run and one for each step, which may also come bit by bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
+from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.ir import Draft, Placement
 
 
@@ -60,7 +61,43 @@ class PlanStep(Protocol):
     ) -> Draft: ...
 
 
+class StepSearch(Protocol):
+    """The search for one replica's step, to be asked for its best at any time.
+
+    After n rounds, however they were counted out, `plan` gives what `PlanStep` gives for n rounds, and its plan.
+    """
+
+    def run(self, rounds: int) -> None:
+        """So many rounds more."""
+        ...
+
+    def plan(self) -> tuple[Draft, FlatPlan]:
+        """The best so far; without rounds, the first that is found. Raises ValueError if there is none."""
+        ...
+
+
+class StartSearch(Protocol):
+    """Arguments as of `PlanStep`."""
+
+    def __call__(
+        self,
+        graph: ModelGraph,
+        placement: Placement,
+        share: Share,
+        costs: Costs,
+        *,
+        budget_bytes: int | None = None,
+        seed: int = 0,
+        forward_only: bool = False,
+        options: PolicyOptions = DEFAULTS,
+        dtype: str = "float32",
+    ) -> StepSearch: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
+    """`search` of policies that search; the others' plans are the same for any rounds."""
+
     place: Place
     plan: PlanStep
+    search: StartSearch | None = None

@@ -4,8 +4,8 @@
     Begin(setup=..., seconds=1.0)           ->
                                             <-   Ready()
     Wanted(number=7, batch=..., ...)        ->
-                                            <-   Planned(number=7, rounds=0, plans=...)        at once
-                                            <-   Planned(number=7, rounds=32, plans=...)       better
+                                            <-   Planned(number=7, plans=...)                  at once
+                                            <-   Planned(number=7, plans=...)                  better
     Taken(number=7)                         ->                                                 no more of it
 
 A message is its length in four bytes, little-endian, and so many bytes of MessagePack. Nothing is unpickled: what is
@@ -76,14 +76,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The best plans so far, after `rounds` of search; the last ones if `finished`.
+    """The best plans so far; the last ones if `finished`.
 
     `plans` is MessagePack of one `Plan` per replica, unpacked only when they are used; empty if those sent before are
     still the best.
     """
 
     number: int
-    rounds: int
     finished: bool
     plans: bytes
 

@@ -19,13 +19,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipeweaver.runtime.process import tie_to_parent
 
 LEAST_ROUNDS = 16
-"""Rounds between the first plan and the second; each plan after it has twice as many as the one before."""
+"""Rounds between the first plan and the second; every plan after it has about twice as many as the one before."""
 CLOSE = 1.001
 """A makespan of so many times the lower bound is not searched any further."""
 NICE = 19
@@ -37,7 +37,8 @@ import msgspec  # noqa: E402
 
 from pipeweaver import config  # noqa: E402
 from pipeweaver.calibrate import unpack_costs  # noqa: E402
-from pipeweaver.data.items import Share  # noqa: E402
+from pipeweaver.policies import POLICIES  # noqa: E402
+from pipeweaver.policies.policy import StepSearch  # noqa: E402
 from pipeweaver.runtime import prepare  # noqa: E402
 from pipeweaver.runtime.ahead import Planning, corrected, plan_shares, predicted_ns, shares_for  # noqa: E402
 from pipeweaver.runtime.planner_messages import (  # noqa: E402
@@ -52,6 +53,7 @@ from pipeweaver.runtime.planner_messages import (  # noqa: E402
     Wanted,
     encode,
 )
+from pipeweaver.schedule.flat import records  # noqa: E402
 from pipeweaver.schedule.ir import Plan  # noqa: E402
 
 
@@ -117,15 +119,14 @@ def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
 
 
 class Search:
-    """The search for the plans of one batch, for some replicas: each step makes more rounds."""
+    """The search for the plans of one batch, for some replicas: the first plans, then better ones."""
 
     def __init__(self, planning: Planning, begin: Begin, wanted: Wanted) -> None:
         self._planning = corrected(planning, wanted.factors)
         self._wanted = wanted
-        self._most_rounds, self._seconds = begin.rounds, begin.seconds
-        self._rounds = iter([begin.rounds]) if begin.rounds is not None else _ever_more()
-        self._used = 0.0
-        self._shares: Sequence[Share] = ()
+        self._fixed_rounds, self._seconds = begin.rounds, begin.seconds
+        self._rounds, self._used = 0, 0.0
+        self._searches: list[StepSearch] = []
         self._best: tuple[Plan, ...] = ()
 
     @property
@@ -135,9 +136,8 @@ class Search:
     def step(self) -> Planned | Refused:
         """The next plans, or why there are none."""
         begun = time.process_time()
-        rounds = next(self._rounds)
         try:
-            plans = self._plans(rounds)
+            plans = self._improved() if self._best else self._first()
         except ValueError as error:
             return Refused(number=self._wanted.number, error=str(error))
         took = time.process_time() - begun
@@ -147,27 +147,43 @@ class Search:
         if better:
             self._best = plans
         # The next plans take about twice as long as these did.
-        finished = self._most_rounds is not None or self._used + 2 * took > self._seconds or _is_proven_best(plans)
+        is_last = not self._searches or self._used + 2 * took > self._seconds or _is_proven_best(plans)
         return Planned(
-            number=self._wanted.number,
-            rounds=rounds,
-            finished=finished,
-            plans=msgspec.msgpack.encode(plans) if better else b"",
+            number=self._wanted.number, finished=is_last, plans=msgspec.msgpack.encode(plans) if better else b""
         )
 
-    def _plans(self, rounds: int) -> tuple[Plan, ...]:
+    def _first(self) -> tuple[Plan, ...]:
         wanted, planning = self._wanted, self._planning
-        if not self._shares:
-            self._shares = shares_for(planning, wanted.batch)[wanted.first : wanted.stop]
-        return plan_shares(replace(planning, rounds=rounds), self._shares, forward_only=wanted.forward_only)
+        shares = shares_for(planning, wanted.batch)[wanted.first : wanted.stop]
+        start = POLICIES[planning.policy].search
+        if start is None or self._fixed_rounds is not None:
+            rounds = self._fixed_rounds or 0
+            return plan_shares(replace(planning, rounds=rounds), shares, forward_only=wanted.forward_only)
+        self._searches = [
+            start(
+                planning.graph,
+                planning.placement,
+                share,
+                planning.costs,
+                budget_bytes=planning.budget_bytes,
+                seed=planning.seed,
+                forward_only=wanted.forward_only,
+                options=planning.options,
+                dtype=planning.dtype,
+            )
+            for share in shares
+        ]
+        return self._found()
 
+    def _improved(self) -> tuple[Plan, ...]:
+        more = max(LEAST_ROUNDS, self._rounds)
+        self._rounds += more
+        for search in self._searches:
+            search.run(more)
+        return self._found()
 
-def _ever_more() -> Iterator[int]:
-    yield 0
-    rounds = LEAST_ROUNDS
-    while True:
-        yield rounds
-        rounds *= 2
+    def _found(self) -> tuple[Plan, ...]:
+        return tuple(records(search.plan()[1]) for search in self._searches)
 
 
 def _is_proven_best(plans: Sequence[Plan]) -> bool:

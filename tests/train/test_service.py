@@ -179,7 +179,7 @@ def garbage(plans, other):
     """What a broken process may say of `plans`, by what is wrong with it: the bytes that it sends."""
 
     def planned(made):
-        return encode(Planned(number=1, rounds=0, finished=True, plans=msgspec.msgpack.encode(made)))
+        return encode(Planned(number=1, finished=True, plans=msgspec.msgpack.encode(made)))
 
     (plan,) = plans
     part = plan.parts[0][0]
