@@ -57,7 +57,7 @@ def _module_parts(
         if not items:
             continue
         count = -(-len(items) // at_most) if at_most else 1
-        if item_costs is None:
+        if item_costs is None or len({item_costs[i] for i in items}) == 1:
             cuts = tuple(i * len(items) // count for i in range(count + 1))
         else:  # Cost may put more than B items into a part; the number of parts stays.
             cuts = split([item_costs[i] for i in items], count)

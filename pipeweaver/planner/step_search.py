@@ -34,7 +34,7 @@ from pipeweaver.planner.choices import (
     item_costs,
 )
 from pipeweaver.planner.leaning import leaned
-from pipeweaver.planner.listing import LimitError
+from pipeweaver.planner.listing import NEVER, LimitError
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.parts import cut_parts
 from pipeweaver.planner.regroup import evened, merged
@@ -50,8 +50,10 @@ TRY_ROUNDS = 4
 """Rounds of search that a try gets."""
 LEAST_GAIN = 0.001
 """What a neighbour must bring: the more stages, the more actions, whose own time is in no cost."""
-ATTEMPTS = 4
-"""How often limits are lowered by what a compiled plan exceeds its budget by, before the try is given up."""
+ATTEMPTS = 3
+"""How often limits are lowered, by twice what a compiled plan exceeds its budget by, before the try is given up."""
+MARGIN = 0.015
+"""Share of the memory for stages that is left to copies on their way to the host and back, where units are lean."""
 
 
 class StepPlanner:
@@ -167,12 +169,15 @@ class StepPlanner:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders = self._ladders
         split = ladders.splits[-1]
-        here = Choice(parts=min(3 if self.limited else 2, ladders.parts[-1]), split=split)
-        if here.parts not in ladders.parts:
-            here = here._replace(parts=ladders.parts[0])
-        if self.limited:
-            here = here._replace(even=ladders.evens[-1], level=ladders.levels[min(2, len(ladders.levels) - 1)])
+        wanted = 4 if self.limited else 2
+        here = Choice(parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)), split=split)
         yield here
+        if self.limited:
+            # What keeps everything is known soonest; it is rarely best.
+            lean = here._replace(even=ladders.evens[-1], level=ladders.levels[min(3, len(ladders.levels) - 1)])
+            if lean != here:
+                yield lean
+                here = min((here, lean), key=lambda choice: self.tried[choice] or NEVER)
         climbing = True
         while climbing:
             climbing = False
@@ -192,12 +197,16 @@ class StepPlanner:
         step = self._step(choice)
         strategies, costs = leaned(step, choice.level, self.options.strategies)
         for _ in range(ATTEMPTS):
-            limits = self.budget_bytes - self._static - self._lowered if self.budget_bytes is not None else None
+            limits = None
+            if self.budget_bytes is not None:
+                limits = self.budget_bytes - self._static - self._lowered
+                limits -= (limits * (MARGIN if any(strategies) else 0.0)).astype(np.int64)
             try:
                 one = make_try(step, choice, strategies=strategies, costs=costs, limits=limits, seed=self.seed)
             except LimitError:
                 return
-            self._search(one, TRY_ROUNDS)
+            # Until there is a plan, time matters most.
+            self._search(one, 1 if self.best is None else TRY_ROUNDS)
             other = relaxed(one, seed=self.seed)
             if other is not None:
                 one = other
@@ -220,7 +229,7 @@ class StepPlanner:
         if self.budget_bytes is not None:
             excess = np.array(plan.prediction.peak_bytes, np.int64) - self.budget_bytes
             if (excess > 0).any():
-                self._lowered += np.maximum(0, excess)
+                self._lowered += 2 * np.maximum(0, excess)
                 return False
         found = plan.prediction.makespan_ns
         self.tried[one.choice] = found
