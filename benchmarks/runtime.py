@@ -269,8 +269,7 @@ def _gather(mine):  # type: ignore[no-untyped-def]
 
 
 def planning(job: Job, graph: ModelGraph, costs: Costs, policy: str, placement: Placement) -> Planning:
-    chosen = msgspec.structs.replace(job, policy=msgspec.structs.replace(job.policy, name=policy))
-    return prepare.planning(chosen, graph, placement, costs, None)
+    return prepare.planning(job, policy, graph, placement, costs, None)
 
 
 def best_split(job: Job, graph: ModelGraph, costs: Costs, batches: Sequence[Batch]) -> Placement:

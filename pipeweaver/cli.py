@@ -75,12 +75,15 @@ def plan(
         from pipeweaver.commands import check, explain_step, ready_step
         from pipeweaver.console import print_explanation, print_plan
         from pipeweaver.output import make_folder, write_plans
+        from pipeweaver.runtime.compare import in_words
 
         check(job)
         make_folder(job.output)
         ready = ready_step(job, step, lambda: _calibrate_first(job, config, overrides))
         plans = ready.plan()
         print_plan(plans, job.workers.memory_bytes)
+        for line in in_words(ready.candidates):
+            print(line)
         if explain:
             print_explanation(plans, explain_step(ready, plans))
         for path in write_plans(job.output, plans):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pipeweaver.agreement import check_agreement, check_model
 from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
-from pipeweaver.config import Job
+from pipeweaver.config import AUTO, Job
 from pipeweaver.costs import Costs
 from pipeweaver.data.dataset import load_part
 from pipeweaver.data.items import Batch
@@ -29,6 +29,7 @@ from pipeweaver.policies.levers import levers
 from pipeweaver.report.explain import Explanation, explain, longest_ns
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Planning, plan_batch
+from pipeweaver.runtime.compare import Candidate, compare, fastest, place
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.join import choose_device, join
 from pipeweaver.runtime.orders import recorded_entries
@@ -85,12 +86,16 @@ def calibrate_as_worker(job: Job) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyStep:
-    """A step that can be planned: its batch, all else that plans depend on, and what the placement was made from."""
+    """A step that can be planned: its batch, all else that plans depend on, and what the placement was made from.
+
+    `candidates`, if any, are the two ways to run the job, side by side.
+    """
 
     job: Job
     planning: Planning
     batch: Batch
     sample: Sequence[Batch]
+    candidates: tuple[Candidate, ...] = ()
 
     def plan(self) -> tuple[Plan, ...]:
         """Proven plans of all replicas, as `train` would make them. Raises ValueError if none fits the memory budget."""
@@ -110,8 +115,14 @@ def ready_step(job: Job, step: int, calibrate: Callable[[], None]) -> ReadyStep:
         calibrate()
         costs = _costs(job, graph, sample)
         assert costs is not None, "calibration leaves what is looked for"
-    planning = prepare.place(job, graph, sample, costs, job.workers.memory_bytes)
-    return ReadyStep(job=job, planning=planning, batch=next(islice(TaskBatches(loaders), step, None)), sample=sample)
+    batch = next(islice(TaskBatches(loaders), step, None))
+    candidates = compare(job, graph, sample, costs, job.workers.memory_bytes)
+    planning = next((one.planning for one in candidates if one.policy == job.policy.name), None)
+    if planning is None and job.policy.name == AUTO:
+        planning = fastest(candidates)
+    elif planning is None:
+        planning = place(job, graph, sample, costs, job.workers.memory_bytes)
+    return ReadyStep(job=job, planning=planning, batch=batch, sample=sample, candidates=candidates)
 
 
 def explain_step(ready: ReadyStep, plans: Sequence[Plan]) -> Explanation:
@@ -130,7 +141,9 @@ def explain_step(ready: ReadyStep, plans: Sequence[Plan]) -> Explanation:
             if lever.anew:
                 policy = msgspec.structs.replace(ready.job.policy, options=lever.options, rounds=lever.rounds)
                 job = msgspec.structs.replace(ready.job, policy=policy)
-                other = prepare.place(job, planning.graph, ready.sample, planning.costs, planning.budget_bytes)
+                other = prepare.place(
+                    job, planning.policy, planning.graph, ready.sample, planning.costs, planning.budget_bytes
+                )
             else:
                 other = replace(planning, options=lever.options, rounds=lever.rounds)
             found.append((lever.name, longest_ns(plan_batch(other, ready.batch))))

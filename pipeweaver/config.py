@@ -75,6 +75,10 @@ DEFAULT_ROUNDS = 100
 """Half a percent of step time for some ten milliseconds of planning: docs/log.md, 2026-11-29."""
 
 
+AUTO = "auto"
+"""The policy that takes the fastest of those that can run the job."""
+
+
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[policy]. `rounds` of improvement that a search makes per step, `DEFAULT_ROUNDS` if left out. `options` are
     the other keys of the table."""
@@ -145,10 +149,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     planner: Planner
     overrides: tuple[str, ...]
 
-    @property
-    def rounds(self) -> int | None:
-        """Rounds of search per step; None for as many as there is time for."""
-        return 0 if self.policy.name in (*_STATIC, *_ONCE_PER_RUN) else self.policy.rounds
+    def rounds_of(self, policy: str) -> int | None:
+        """Rounds of search per step under a policy; None for as many as there is time for."""
+        return 0 if policy in (*_STATIC, *_ONCE_PER_RUN) else self.policy.rounds
 
     @property
     def task_sets(self) -> tuple[TaskSet, ...]:
@@ -248,8 +251,8 @@ def _policy(document: toml.Document) -> Policy:
     options = [field.encode_name for field in msgspec.structs.fields(PolicyOptions)]
     toml.check_keys(document, "policy", ("name", "rounds", *options))
     policy = toml.convert(document, "policy", Policy, ignore=options)
-    if policy.name not in POLICIES:
-        raise document.error("policy.name", f"expected one of {', '.join(POLICIES)}")
+    if policy.name not in (*POLICIES, AUTO):
+        raise document.error("policy.name", f"expected one of {', '.join((*POLICIES, AUTO))}")
     found = toml.convert(document, "policy", PolicyOptions, ignore=("name", "rounds"))
     return msgspec.structs.replace(policy, options=found)
 

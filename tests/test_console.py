@@ -127,7 +127,7 @@ def test_a_plan_as_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     graph = prepare.job_graph(job)
     loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
     costs = FlatCosts(layers={module.name: len(module.layers) for module in graph.modules})
-    planning = prepare.place(job, graph, prepare.job_sample(job, loaders), costs, None)
+    planning = prepare.place(job, job.policy.name, graph, prepare.job_sample(job, loaders), costs, None)
     plans = plan_batch(planning, next(TaskBatches(loaders)))
     print_plan(plans, 2 << 30)
     text = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_an_explanation_adds_up_for_every_policy(
     loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
     sample = prepare.job_sample(job, loaders)
     costs = FlatCosts(layers={module.name: len(module.layers) for module in graph.modules})
-    planning = prepare.place(job, graph, sample, costs, job.workers.memory_bytes)
+    planning = prepare.place(job, job.policy.name, graph, sample, costs, job.workers.memory_bytes)
     ready = ReadyStep(job=job, planning=planning, batch=next(TaskBatches(loaders)), sample=sample)
     plans = ready.plan()
     explanation = explain_step(ready, plans)

@@ -26,6 +26,7 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Order, Planning
+from pipeweaver.runtime.compare import place
 from pipeweaver.runtime.exchange import Data
 from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
@@ -59,7 +60,7 @@ def planned_orders(
     held_out = {task: list(loader) for task, loader in loaders.get("held-out", {}).items()}
     packed = pack_costs(costs)
     plannings = [
-        prepare.place(job, graph, prepare.job_sample(job, loaders["train"], task_set.tasks), costs, budget_bytes)
+        place(job, graph, prepare.job_sample(job, loaders["train"], task_set.tasks), costs, budget_bytes)
         for task_set in job.task_sets
     ]
 
@@ -68,6 +69,7 @@ def planned_orders(
             path=job.path,
             overrides=job.overrides,
             fingerprint=prepare.fingerprint(job),
+            policy=planning.policy,
             placement=planning.placement,
             budget_bytes=budget_bytes,
             costs=packed,
@@ -77,7 +79,7 @@ def planned_orders(
             planning,
             setup,
             processes=job.planner.processes or default_processes(len(usable), job.workers.replicas, job.planner.ahead),
-            rounds=job.rounds,
+            rounds=job.rounds_of(planning.policy),
             seconds=job.planner.seconds,
             cores=cores,
         )

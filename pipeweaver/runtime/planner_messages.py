@@ -36,6 +36,7 @@ class JobSetup(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     overrides: tuple[str, ...]
     fingerprint: str
+    policy: str
     placement: Placement
     budget_bytes: int | None
     costs: bytes

@@ -77,7 +77,8 @@ def job_planning(begin: Begin) -> Planning:
     if prepare.fingerprint(job) != setup.fingerprint:
         raise ValueError(f"{setup.path} has changed since the run began")
     graph = prepare.job_graph(job)
-    return prepare.planning(job, graph, setup.placement, unpack_costs(setup.costs, graph), setup.budget_bytes)
+    costs = unpack_costs(setup.costs, graph)
+    return prepare.planning(job, setup.policy, graph, setup.placement, costs, setup.budget_bytes)
 
 
 def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:

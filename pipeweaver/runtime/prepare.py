@@ -2,7 +2,7 @@
 
     graph = job_graph(job)
     loaders = job_loaders(job, job_datasets(job)["train"])
-    planning = place(job, graph, job_sample(job, loaders), costs, budget_bytes)
+    planning = place(job, "dynamic", graph, job_sample(job, loaders), costs, budget_bytes)
 
 The same functions serve every command, so that `plan` shows what `train` will do.
 """
@@ -117,15 +117,16 @@ def sample_batches(loader: Loader, modules: Collection[str]) -> list[Batch]:
     return batches
 
 
-def place(job: Job, graph: ModelGraph, batches: Sequence[Batch], costs: Costs, budget_bytes: int | None) -> Planning:
-    """Chunks on workers, from a sample of batches, and all else that plans depend on.
+def place(
+    job: Job, policy: str, graph: ModelGraph, batches: Sequence[Batch], costs: Costs, budget_bytes: int | None
+) -> Planning:
+    """Chunks on workers by a policy, from a sample of batches, and all else that plans depend on.
 
     Raises ValueError if the policy cannot place the model.
     """
     replicas = job.workers.replicas
     shares = [share for batch in batches for share in share_out(graph, batch, replicas, costs)]
-    policy = POLICIES[job.policy.name]
-    placement = policy.place(
+    placement = POLICIES[policy].place(
         graph,
         job.workers.pipeline,
         costs,
@@ -134,15 +135,17 @@ def place(job: Job, graph: ModelGraph, batches: Sequence[Batch], costs: Costs, b
         dtype=job.run.dtype,
         budget_bytes=budget_bytes,
     )
-    return planning(job, graph, placement, costs, budget_bytes)
+    return planning(job, policy, graph, placement, costs, budget_bytes)
 
 
-def planning(job: Job, graph: ModelGraph, placement: Placement, costs: Costs, budget_bytes: int | None) -> Planning:
+def planning(
+    job: Job, policy: str, graph: ModelGraph, placement: Placement, costs: Costs, budget_bytes: int | None
+) -> Planning:
     return Planning(
         graph=graph,
         placement=placement,
         costs=costs,
-        policy=job.policy.name,
+        policy=policy,
         options=job.policy.options,
         num_replicas=job.workers.replicas,
         dtype=job.run.dtype,

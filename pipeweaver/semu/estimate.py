@@ -20,6 +20,7 @@ from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
+from pipeweaver.runtime.compare import place
 from pipeweaver.schedule.ir import Action, Compute, Free, Plan
 from pipeweaver.schedule.memory import allocations, held_bytes
 from pipeweaver.semu.costs import SemuCosts
@@ -105,7 +106,7 @@ def emulated_plans(
         workers=job.workers.pipeline,
     )
     budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
-    planning = prepare.place(job, graph, prepare.job_sample(job, loaders), costs, budget)
+    planning = place(job, graph, prepare.job_sample(job, loaders), costs, budget)
     batches = islice(TaskBatches(loaders), steps.start, steps.stop)
     return graph, costs, [plan_batch(planning, batch) for batch in batches]
 

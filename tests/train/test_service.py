@@ -235,6 +235,7 @@ def test_a_job_that_has_changed_since_the_run_began_is_not_planned_for(tmp_path)
         path=str(example),
         overrides=("run.seed=3",),
         fingerprint="of another",
+        policy="dynamic",
         placement=planning().placement,
         budget_bytes=None,
         costs=b"",
