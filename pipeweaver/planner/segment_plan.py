@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -77,6 +78,20 @@ class SegmentPlanner:
         num_candidates: int = CANDIDATES,
     ) -> None:
         self.budget_bytes, self.seed, self.rounds = budget_bytes, seed, 0
+        self._without_copies = partial(
+            SegmentPlanner,
+            graph,
+            placement,
+            share,
+            costs,
+            budget_bytes=budget_bytes,
+            seed=seed,
+            forward_only=forward_only,
+            options=msgspec.structs.replace(options, strategies=tuple(s for s in options.strategies if s != "offload")),
+            dtype=dtype,
+            num_candidates=num_candidates,
+        )
+        self._may_copy = "offload" in options.strategies
         parts = cut_parts(graph, placement, share, items_per_part(graph, [share], costs) | options.items_per_part)
         self.step = StepStages(graph, placement, share, parts, costs, dtype=dtype, forward_only=forward_only)
         size = len(self.step)
@@ -134,6 +149,11 @@ class SegmentPlanner:
                 found = self._assigned(self._interleaved(self._search.best, limits), limits, exact=True)
             except LimitError:
                 break
+        if self._may_copy:
+            # What is on its way to the host takes memory too: less may be needed without.
+            other = self._without_copies()
+            other.run(self.rounds)
+            return other.plan(policy)
         return self._in_turn(policy)
 
     def score(self, order: Ints) -> int:
