@@ -9,7 +9,8 @@ Prints tables and, as its last line, one JSON object. `reference` plans the Meta
 levels and baselines. `speedup` emulates compiled, verified plans of jobs shaped like the paper's (wavefront_cases.py) on
 A800s: step time of `sequential` over that of `wavefront`, and makespan over a bound for any plan of the step.
 `placement` is what data costs: the share of the makespan that transfers add, with workers chosen by data flows and
-with the next free ones. The rest of the fields need the runtime of several tasks; they are null.
+with the next free ones. `real_ratio`, `real_over_sequential` and `switch_s` are measured on two workers, one core each
+(wavefront_run.py), `rehearsed_over_sequential` on eight, whose kernels wait (rehearsal.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import wavefront_run
 from benchmarks.rehearsal import over_sequential
 from benchmarks.wavefront_cases import JOBS, PUBLISHED, Job, share_of
 from pipeweaver.data.items import Share
@@ -52,6 +54,8 @@ PLACED_JOBS = {"CLIP-10": (8, 16), "OFASys-7": (8, 16), "QWen-VAL-3": (32, 64)}
 REPEATS = 5
 """Times that planning is timed; the median counts."""
 
+REAL = ("real_ratio", "real_over_sequential", "emulated_over_sequential", "switch_s", "real_steps")
+
 Row = dict[str, Any]
 
 
@@ -75,8 +79,9 @@ def main() -> None:
     found["over_bound_max"] = max(row["over_bound"] for row in found["speedup"])
     found["placement"] = None if arguments.quick else placements()
     found["rehearsed_over_sequential"] = None if arguments.quick else over_sequential()
-    later = ("real_ratio", "real_over_sequential", "switch_s")
-    print(json.dumps(found | dict.fromkeys(later)))
+    found |= wavefront_run.figures(quick=arguments.quick)
+    _print("examples/multitask.toml on two workers", [{key: found[key] for key in REAL}])
+    print(json.dumps(found))
 
 
 def held(case: WavefrontCase) -> dict[str, Row]:

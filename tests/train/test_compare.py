@@ -58,5 +58,7 @@ def test_what_cannot_run_the_job_is_left_out_with_its_reason(asked, monkeypatch,
 def test_a_job_that_nothing_can_run(asked, monkeypatch):
     for policy in compare.CANDIDATES:
         monkeypatch.setitem(POLICIES, policy, Policy(place=broken, plan=broken))
-    with pytest.raises(ValueError, match="policy auto: none of dynamic, wavefront can run the job: dynamic: two islands"):
+    with pytest.raises(
+        ValueError, match="policy auto: none of dynamic, wavefront can run the job: dynamic: two islands"
+    ):
         compare.place(*asked)
