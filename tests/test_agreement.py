@@ -75,3 +75,49 @@ def test_layers_too_large_for_any_machine(key: str) -> None:
     graph = build_graph({"language": LanguageConfig(**sizes)})
     with pytest.raises(ValueError, match=r"model.language: layer 'language\.\w+ .*' cannot be built: \w+: "):
         check_model(load(DIGITS), graph)
+
+
+MULTITASK = DIGITS.with_name("multitask.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["workers.replicas=2"], "workers.replicas = 2: the loss of match is joint, it needs a task's whole batch in one place; use 1 replica and more workers in workers.pipeline"),
+        (["model.spare={type='language', layers=1, hidden=8, heads=2, vocab=259}"], "model.spare: no task activates it; name it in the modules of one, or leave it out"),
+        (["tasks.paint.modules=['language', 'diffusion', 'vision']", "tasks.paint.flows=['language.hidden -> diffusion']"], "tasks.paint.modules: vision has no loss, and no flow leads from it to a module of the task: it is for nothing there"),
+        (["tasks.paint.modules=['language', 'diffusion', 'match']", "tasks.match.modules=['vision', 'text']", "tasks.match.backbone=text"], "tasks.match: none of its modules has a loss, only others have; it trains nothing"),
+        (["model.flows=['vision.features -> language', 'language.hidden -> diffusion', 'text.hidden -> match']"], "match compares two towers, so two flows must lead to it, not 1: text.hidden"),
+        (["model.flows=['vision.features -> language', 'language.hidden -> vision']"], "the flows between vision, language form a cycle"),
+        (["tasks.text.data.kind=documents"], "tasks.text.data has items for module vision, but tasks.text.modules activates only language"),
+        (["tasks.text.modules=['language', 'vision']"], "model.vision.patch = 4: the module takes pixels, but the data has no such tensors"),
+        (["tasks.paint.modules=['language', 'diffusion', 'text', 'match']"], "tasks.paint.modules: the first 64 samples have no items for text, match, only for diffusion, language"),
+        (["tasks.caption.flows=['vision.features -> match']"], "tasks.caption.flows = [\"vision.features -> match\"]: 'vision.features -> match' joins modules of which the task activates only vision, language"),
+        (["tasks.paint.modules=['language', 'diffusion', 'match']", "tasks.paint.flows=[]", "tasks.paint.loss_weights.text=1"], "tasks.paint.loss_weights.text = 1: the task does not activate text, only language, diffusion, match"),
+    ],
+)  # fmt: skip
+def test_tasks_that_make_no_sense(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        job = load(MULTITASK, overrides)
+        graph = job_graph(job)
+        check_model(job, graph)
+        for task, settings in job.tasks.items():
+            check_agreement(job, task, build_dataset(settings.data, "train"))
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(expected)
+
+
+def test_a_task_that_leaves_out_the_flow_of_its_links() -> None:
+    job = load(
+        MULTITASK, ["tasks.match.modules=['vision', 'text', 'match']", "tasks.match.flows=['text.hidden -> match']"]
+    )
+    with pytest.raises(
+        ValueError, match=r'match.flows: in the data, items of vision belong into .* leaves out "vision.fe'
+    ):
+        check_agreement(job, "match", build_dataset(job.tasks["match"].data, "train"))
+
+
+def test_the_multitask_example_agrees() -> None:
+    job = load(MULTITASK)
+    check_model(job, job_graph(job))
+    for task, settings in job.tasks.items():
+        check_agreement(job, task, build_dataset(settings.data, "train"))

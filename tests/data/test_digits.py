@@ -149,3 +149,24 @@ def test_modules_can_have_other_names():
 def test_impossible_settings_are_named(settings, words):
     with pytest.raises(ValueError, match=words):
         DigitsDataset(**settings)
+
+
+def test_pairs_are_an_image_its_caption_and_their_class():
+    dataset = DigitsDataset(kind="pairs", seed=2)
+    seen = {}
+    for record in range(200):
+        sample = dataset.sample(record)
+        assert [item.module for item in sample.items] == ["vision", "text", "match"] and sample.links == (
+            (0, 2),
+            (1, 2),
+        )
+        image, text, pair = (
+            load_part({"main": dataset}, [item], {"main/0": record}, [name])[name].numpy()
+            for item, name in zip(sample.items, ("pixels", "tokens", "classes"), strict=True)
+        )
+        assert image.shape == (sample.items[0].sizes["tokens"], 16) and pair.shape == (1,)
+        caption = bytes(text[1:-1].astype(np.uint8)).decode()
+        (number,) = dataset.image_numbers(record)
+        assert NAMES[_digits()[1][number]] in caption
+        assert seen.setdefault(int(pair[0]), caption) == caption, "one class, one caption"
+    assert len(set(seen.values())) == len(seen) > 20
