@@ -203,7 +203,8 @@ def without_effect(job: Job) -> tuple[str, ...]:
     found = []
     policy, options, default = job.policy.name, job.policy.options, PolicyOptions()
     for key, policies in _EFFECTIVE.items():
-        if getattr(options, key) != getattr(default, key) and policy not in policies:
+        looked_at = policy in policies or (policy == AUTO and "dynamic" in policies)  # one of its two candidates
+        if getattr(options, key) != getattr(default, key) and not looked_at:
             found.append(f"policy.{key} has no effect with policy {policy}, only with {' or '.join(policies)}")
     if job.policy.rounds and policy in _STATIC:
         found.append(f"policy.rounds has no effect with policy {policy}, which does not search")

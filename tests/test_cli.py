@@ -93,6 +93,23 @@ def test_mistakes_are_one_line_and_exit_code_2(name: str, tmp_path: Path) -> Non
     assert mistake(name, DIGITS, *(f"--set={setting}" for setting in disagreeing)) == expected
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("tasks.text.modules=['speech']", "tasks.text.modules = [\"speech\"]: there is no module speech; [model] defines vision"),
+        ("model.flows=['vision.features -> language', 'language.hidden -> vision']", "the flows between vision, language form a cycle"),
+        ("tasks.text.tokens_per_microbatch=0", "tasks.text.tokens_per_microbatch = 0: expected a whole number >= 1"),
+        ("tasks.chat.weight=2", "tasks.chat.data: missing; a task needs data of its own, [tasks.chat.data]"),
+        ("run.task_sets=[{tasks=['chat'], steps=300}]", "there is no task chat; there are caption, text, paint, match"),
+        ("workers.replicas=2", "workers.replicas = 2: the loss of match is joint, it needs a task's whole batch in one place"),
+        ("task.microbatches=2", "task: tasks have names: write [tasks.main] and [tasks.main.data], or another name"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_tasks_are_one_line_and_exit_code_2(override: str, expected: str) -> None:
+    job = str(ROOT / "examples" / "multitask.toml")
+    assert expected in mistake("train", job, "--set=workers.pin=false", "--set", override)
+
+
 def test_a_mistake_ends_the_process_with_exit_code_2() -> None:
     done = run("train", "nowhere.toml")
     assert done.returncode == 2

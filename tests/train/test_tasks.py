@@ -166,3 +166,19 @@ def test_a_run_of_several_sets_is_replayed(single, tmp_path):
     again = run(tmp_path / "again", f"run.plans={single}/out/plans", num_workers=1, text=JOB)
     assert figures(again) == figures(single)
     assert all(torch.equal(tensor, parameters(again)[name]) for name, tensor in parameters(single).items())
+
+
+def without_matching():
+    """The job without its joint loss."""
+    kept = [part for part in JOB.split("\n\n") if "match" not in part.split("\n")[0] and "[model.words]" not in part]
+    text = "\n\n".join(kept)
+    for flow in ("vision.features -> match", "words.hidden -> match"):
+        text = text.replace(f', "{flow}"', "")
+    return text.replace('["match", "text"]', '["text"]').replace('"caption", "match"]', '"caption"]')
+
+
+def test_two_replicas_of_two_workers_train_like_one(tmp_path):
+    text = without_matching()
+    one = run(tmp_path / "one", num_workers=1, text=text)
+    settings = ("workers.pipeline=2", "workers.replicas=2", "policy.name=dynamic")
+    assert_same(one, run(tmp_path / "four", *settings, num_workers=4, text=text))

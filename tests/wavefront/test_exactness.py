@@ -15,6 +15,7 @@ from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module
 from pipeweaver.planner.assign import single_share
 from pipeweaver.policies import POLICIES
 from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.ir import Chunk, Placement
 from pipeweaver.schedule.verify import verify
 from pipeweaver.wavefront.bind import bind
 from pipeweaver.wavefront.draft import draft_of, placement_of
@@ -161,3 +162,35 @@ def test_policies(policy, monkeypatch):
         return POLICIES[policy].plan(graph, placement, share, costs, budget_bytes=None, seed=0, rounds=0)
 
     assert len(list(check(graph, batch, [placement], drafts_of))) == 1
+
+
+def test_counts_that_change_twice_in_a_module():
+    """Two, one and three workers for five captions; layers of language have three different sets of holders."""
+    graph = four_tasks(frozen=False)
+    batch = batch_of(3, {"caption": 5, "text": 7, "paint": 3, "matching": 4})
+    slices = (
+        ("caption", "vision", 0, LAYERS, (0, 1)),
+        ("text", "language", 0, LAYERS, (1,)),
+        ("caption", "language", 0, 1, (0, 1)),
+        ("caption", "language", 1, 2, (2,)),
+        ("caption", "language", 2, LAYERS, (0, 1, 2)),
+        ("paint", "language", 0, 3, (1,)),
+        ("paint", "language", 3, LAYERS, (0, 2)),
+        ("paint", "diffusion", 0, LAYERS, (1, 0)),
+        ("matching", "vision", 0, LAYERS, (2, 1, 0)),
+        ("matching", "audio", 0, LAYERS, (1,)),
+        ("matching", "pairs", 0, 1, (2,)),
+    )
+    chunks = [
+        Chunk(task=task, module=module, start=start, stop=stop, worker=worker)
+        for task, module, start, stop, workers in slices
+        for worker in workers
+    ]
+    placement = Placement(workers=3, chunks=tuple(chunks))
+
+    def drafts_of(placement, share, costs):
+        return draft_of(graph, placement, share, costs)
+
+    (plan,) = check(graph, batch, [placement], drafts_of)
+    holders = {group.holders for group in plan.groups if any("language" in name for name in group.parameters)}
+    assert holders == {(0, 1), (1, 2), (0, 1, 2)}
