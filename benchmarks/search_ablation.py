@@ -139,7 +139,7 @@ def dynamic_ablation(scope: Ablation) -> list[dict[str, object]]:
         placement = _placed(case, sample, options)
         full = sum(_dynamic(case, placement, share, options, ROUNDS) for share in shares)
         print(f"{name}, 16 microbatches: {full / len(shares) / 1e6:.0f} ms; without, over with:", flush=True)
-        for lever in levers("dynamic", case.graph, placement, options, ROUNDS, limited=True):
+        for lever in levers("dynamic", case.graph, placement, options, ROUNDS, limited=True, replicas=1):
             other = _placed(case, sample, lever.options) if lever.anew else placement
             try:
                 ratio = sum(_dynamic(case, other, share, lever.options, lever.rounds) for share in shares) / full

@@ -136,6 +136,7 @@ def explain_step(ready: ReadyStep, plans: Sequence[Plan]) -> Explanation:
         planning.options,
         planning.rounds,
         limited=planning.budget_bytes is not None,
+        replicas=planning.num_replicas,
     ):
         try:
             if lever.anew:

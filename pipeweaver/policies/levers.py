@@ -28,7 +28,14 @@ class Lever(NamedTuple):
 
 
 def levers(
-    policy: str, graph: ModelGraph, placement: Placement, options: PolicyOptions, rounds: int, *, limited: bool
+    policy: str,
+    graph: ModelGraph,
+    placement: Placement,
+    options: PolicyOptions,
+    rounds: int,
+    *,
+    limited: bool,
+    replicas: int,
 ) -> tuple[Lever, ...]:
     """The levers of a policy that these settings leave on; `limited`: there is a memory budget."""
     found: list[Lever] = []
@@ -51,6 +58,8 @@ def levers(
     if policy == "dynamic":
         add("parts even in cost, not in number", even_parts="items")
         add("samples grouped anew", regroup=False)
+        if replicas > 1:
+            add("samples exchanged between replicas", exchange=False)
         add("split backward", split_backward=False)
     if policy in ("pipeweaver", "dynamic"):
         if limited:
