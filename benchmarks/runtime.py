@@ -44,8 +44,6 @@ from pipeweaver.model.reference import run_all
 from pipeweaver.model.vit import VitConfig
 from pipeweaver.planner.assign import single_share
 from pipeweaver.policies import POLICIES
-from pipeweaver.profile.correct import updated
-from pipeweaver.profile.table import TableCosts
 from pipeweaver.report.metrics import padding_share
 from pipeweaver.runtime import prepare, process
 from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
@@ -56,6 +54,8 @@ from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
+from pipeweaver.semu.correct import Factors, updated
+from pipeweaver.semu.costs import SemuCosts
 
 TASK = "main"
 CONFIG = Path(__file__).with_name("runtime.toml")
@@ -122,6 +122,7 @@ def work(path: Path, blocks: int, size: int, microbatches: int) -> None:
             graph,
             batches[:SAMPLE],
             load_items,
+            widths=prepare.job_widths(datasets),
             transport=transport,
             exchange=exchange,
             conditions=conditions(job.workers, membership.device, job.run.dtype),
@@ -141,13 +142,13 @@ class Comparison:
 
     def __init__(
         self, job: Job, membership: Membership, exchange: Exchange, transport: ProcessTransport, datasets: Mapping[str, Dataset],
-        batches: Sequence[Batch], num_blocks: int, costs: TableCosts | None,
+        batches: Sequence[Batch], num_blocks: int, costs: SemuCosts | None,
     ) -> None:  # fmt: skip
         self.job, self.membership, self.exchange, self.transport = job, membership, exchange, transport
         self.batches = batches
         self.num_blocks = num_blocks
         self.costs = costs
-        self.factors: dict[str, dict[str, float]] = {}
+        self.factors: dict[str, Factors] = {}
         graph = prepare.job_graph(job)
         self.load = partial(load_part, datasets)
         self.planning: dict[str, Planning] = {}
@@ -194,7 +195,7 @@ class Comparison:
 
     def _correct(self, way: str, steps: Sequence[Step]) -> None:
         """Let what was measured correct the costs of the next block's plans, as training does after every step."""
-        factors = self.factors.get(way, {})
+        factors: Factors = self.factors.get(way, {})
         for step in steps:
             assert step.plan is not None
             measurement = Measurement(spans=step.spans, transfers=(), step_ns=step.step_ns)

@@ -1,12 +1,12 @@
-"""Calibration: a short profile of the model's real layers and of the links, on this machine, kept for later runs.
+"""Calibration: this machine measured on the job's own layers, kept as a machine file for later runs.
 
-All workers profile the same layers at the same time, so that every core is as busy as in a step; the first
-rank puts the results together and keeps the table in a cache, under a name that says what it holds for:
+All workers measure the same layers at the same time, so that every core is as busy as in a step; the first
+rank puts the results together and keeps the machine file in a cache, under a name that says what it holds for:
 
-    costs = calibrated_costs(graph, batches, load, transport=..., exchange=..., conditions=..., cache="")
+    costs = calibrated_costs(graph, batches, load, widths=..., transport=..., exchange=..., conditions=..., cache="")
     costs.stage(chunk, items, links)        # on the first rank; the others get None
 
-Measuring is `profile/`, this file only decides whether to.
+Measuring is `measure/`, costs on a machine are `semu/`; this file only decides whether to measure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,21 +24,29 @@ import torch
 
 from pipeweaver.cluster import Workers
 from pipeweaver.data.items import Batch
+from pipeweaver.measure.fit import Named, fit_machine
+from pipeweaver.measure.grid import measure_grid
+from pipeweaver.measure.layers import Load, measure_layers
+from pipeweaver.measure.links import measure_host, measure_links
+from pipeweaver.measure.parts import largest
+from pipeweaver.measure.records import Measured
+from pipeweaver.measure.variants import variants
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.profile.layers import Load, profile_layers
-from pipeweaver.profile.links import profile_host, profile_links
-from pipeweaver.profile.measured import Profile
-from pipeweaver.profile.parts import largest
-from pipeweaver.profile.table import Table, TableCosts, fit_error, load_table, merge, save_table
-from pipeweaver.profile.variants import variants
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.transport import Transport
+from pipeweaver.semu.costs import SemuCosts, plain_optimizer
+from pipeweaver.semu.kernels import Kernels
+from pipeweaver.semu.machine import Machine, load_machine
+from pipeweaver.semu.machine_file import save_machine
 
-FORM = 2
-"""Raised when what is measured changes, so that older tables are not read."""
+FORM = 3
+"""Raised when what is measured changes, so that older files are not read."""
 
 BUSY = 0.9
 """Below this share of a core the machine was busy with other things while it was measured."""
+
+GRID_SCALE = 8
+"""Matmuls of the generic grid are so many times wider on a GPU."""
 
 _REPORT = -1
 """Number of the reports in the exchange; orders count from 0."""
@@ -81,11 +89,17 @@ def fingerprint(graph: ModelGraph, batches: Sequence[Batch], conditions: Conditi
 
 
 def cached_costs(
-    graph: ModelGraph, batches: Sequence[Batch], conditions: Conditions, cache: str = ""
-) -> TableCosts | None:
-    """Costs from an earlier calibration that holds here, or None. `cache` is a folder, by default the user's."""
+    graph: ModelGraph,
+    batches: Sequence[Batch],
+    conditions: Conditions,
+    cache: str = "",
+    *,
+    widths: Mapping[str, int],
+) -> SemuCosts | None:
+    """Costs from an earlier calibration that holds here, or None. `cache` is a folder, by default the user's; `widths`
+    are the columns of loaded tensors."""
     path = cache_path(cache, fingerprint(graph, batches, conditions))
-    return TableCosts(load_table(path), graph) if path.exists() else None
+    return _costs(graph, load_machine(str(path)), conditions, widths) if path.exists() else None
 
 
 def calibrated_costs(
@@ -93,6 +107,7 @@ def calibrated_costs(
     batches: Sequence[Batch],
     load: Load,
     *,
+    widths: Mapping[str, int],
     transport: Transport,
     exchange: Exchange,
     conditions: Conditions,
@@ -100,54 +115,66 @@ def calibrated_costs(
     cache: str = "",
     anew: bool = False,
     say: Callable[[str], None] = print,
-) -> TableCosts | None:
+) -> SemuCosts | None:
     """Costs on the first worker, None on the others; from the cache, or measured if they are not there.
 
     All workers call this at the same time with the same arguments. `load` brings content of the items of
-    `batches`, `anew` measures in any case, `say` is told on the first worker what takes time. Raises
-    ValueError if a module has no item in `batches`.
+    `batches`, `anew` measures in any case, `say` is told on the first worker what takes time.
     """
     path = cache_path(cache, fingerprint(graph, batches, conditions))
     first = transport.address == (0, 0)
-    found = load_table(path) if first and not anew and path.exists() else None
+    found = load_machine(str(path)) if first and not anew and path.exists() else None
     missing = transport.all_sum([1.0 if first and found is None else 0.0])[0] > 0
     if not missing:
-        return TableCosts(found, graph) if found is not None else None
+        return _costs(graph, found, conditions, widths) if found is not None else None
     num_workers = conditions.pipeline * conditions.replicas
     if first:
         say(f"calibrating: {num_workers} workers measure the model's layers, once for this model on this machine")
-    profile = profile_worker(graph, batches, load, transport=transport, conditions=conditions, device=device)
+    measured = measure_worker(graph, batches, load, transport=transport, conditions=conditions, device=device)
     if not first:
-        exchange.send_report(_REPORT, *transport.address, profile)
+        exchange.send_report(_REPORT, *transport.address, measured)
         return None
     others = [
-        exchange.take_report(_REPORT, replica, worker, Profile)
+        exchange.take_report(_REPORT, replica, worker, Measured)
         for replica in range(conditions.replicas)
         for worker in range(conditions.pipeline)
         if (replica, worker) != (0, 0)
     ]
-    table = merge(
-        [profile, *others],
-        fingerprint=path.stem,
-        source=f"profile of {datetime.date.today()}, {num_workers} {'worker' if num_workers == 1 else 'workers'} busy",
-        dtype=conditions.dtype,
-    )
-    save_table(path, table)
-    for line in describe(table, graph):
+    machine = fit_machine([measured, *others], _named(conditions, device))
+    save_machine(path, machine)
+    load_machine.cache_clear()  # the file may be there for the second time
+    costs = _costs(graph, machine, conditions, widths)
+    for line in describe(machine, [measured, *others], path):
         say(line)
-    return TableCosts(table, graph)
+    return costs
 
 
-def pack_costs(costs: TableCosts) -> bytes:
+def machine_costs(
+    graph: ModelGraph, machine: Machine, *, dtype: str, widths: Mapping[str, int], workers: int
+) -> SemuCosts:
+    """Costs of this runtime's training on a machine: one device per worker, optimizer states unsharded."""
+    return SemuCosts(graph, machine, dtype=dtype, widths=widths, optimizer=plain_optimizer(dtype), workers=workers)
+
+
+def pack_costs(costs: SemuCosts) -> bytes:
     """Costs as a message for another process of this run; `unpack_costs` makes equal ones of it."""
-    return msgspec.msgpack.encode(costs.table)
+    packed = _Packed(machine=costs.machine, dtype=costs.layout.dtype, widths=dict(costs.widths), workers=costs.workers)
+    return msgspec.msgpack.encode(packed)
 
 
-def unpack_costs(packed: bytes, graph: ModelGraph) -> TableCosts:
-    return TableCosts(msgspec.msgpack.decode(packed, type=Table), graph)
+def unpack_costs(packed: bytes, graph: ModelGraph) -> SemuCosts:
+    found = msgspec.msgpack.decode(packed, type=_Packed)
+    return machine_costs(graph, found.machine, dtype=found.dtype, widths=found.widths, workers=found.workers)
 
 
-def profile_worker(
+class _Packed(msgspec.Struct, frozen=True, kw_only=True):
+    machine: Machine
+    dtype: str
+    widths: dict[str, int]
+    workers: int
+
+
+def measure_worker(
     graph: ModelGraph,
     batches: Sequence[Batch],
     load: Load,
@@ -155,54 +182,82 @@ def profile_worker(
     transport: Transport,
     conditions: Conditions,
     device: torch.device,
-) -> Profile:
+) -> Measured:
     """What this worker measures. All workers call this at the same time."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", conditions.pipeline * conditions.replicas))
+    num_workers = conditions.pipeline * conditions.replicas
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
     own_cores = here * conditions.threads <= (os.cpu_count() or 1)
-    wall, busy = time.perf_counter(), time.process_time()
-    layers, stage = profile_layers(
-        graph,
-        batches,
-        load,
-        device=device,
-        dtype=getattr(torch, conditions.dtype),
-        barrier=transport.barrier,
-        own_cores=own_cores,
-    )
+    dtype = getattr(torch, conditions.dtype)
+    scale = GRID_SCALE if device.type == "cuda" else 1
     # Several threads do not share all work evenly, and for a GPU the host waits: nothing can be told then.
     tells = own_cores and device.type == "cpu" and conditions.threads == 1
+    wall, busy = time.perf_counter(), time.process_time()
+    found = measure_layers(graph, batches, load, device=device, dtype=dtype, barrier=transport.barrier, core_time=tells)
+    grid, floor_ns = measure_grid(device, dtype, transport.barrier, core_time=tells, scale=scale)
     share = min(1.0, (time.process_time() - busy) / (time.perf_counter() - wall)) if tells else 1.0
-    transfers, reductions = profile_links(
-        transport, num_workers=conditions.pipeline, num_replicas=conditions.replicas, device=device
+    transfers, reductions = measure_links(
+        transport,
+        num_workers=conditions.pipeline,
+        num_replicas=conditions.replicas,
+        device=device,
+        per_host=0 if here == num_workers else here,
     )
-    return Profile(
-        layers=layers,
-        stage=stage,
+    return Measured(
+        layers=found.layers,
+        grid=grid,
+        floor_ns=floor_ns,
+        stage=found.stage,
+        loads=found.loads,
+        optimizer=found.optimizer,
+        core_share=share,
         transfers=transfers,
         reductions=reductions,
-        host=profile_host(device),
-        core_share=share,
+        host=measure_host(device),
     )
 
 
-def describe(table: Table, graph: ModelGraph) -> list[str]:
-    """What a calibration is worth, in a few lines; a warning if the machine was busy with other things."""
-    error = fit_error(table, graph)
-    lines = [
-        f"calibrated {len(table.layers)} kinds of layers; at sizes that were not measured, times are off by "
-        f"{error.overall:.1%} over all ({error.worst:.1%} for {error.worst_kind.partition(' ')[0]})"
-    ]
-    if table.core_share < BUSY:
+def describe(machine: Machine, measured: Sequence[Measured], path: Path) -> list[str]:
+    """What was measured and where it is kept; a warning if the machine was busy with other things."""
+    kinds = len({sample.layer for one in measured for sample in one.layers})
+    curves = len(machine.matmul.curves) + len(machine.memory.curves)
+    lines = [f"calibrated {kinds} kinds of layers, {curves} kinds of operators: {path}"]
+    core_share = min(one.core_share for one in measured)
+    if core_share < BUSY:
         lines.append(
-            f"warning: the machine was busy while it was calibrated, a worker had {table.core_share:.0%} of its "
+            f"warning: the machine was busy while it was calibrated, a worker had {core_share:.0%} of its "
             "cores; layers are timed in core time, but links may come out too slow: calibrate again when it is idle"
         )
     return lines
 
 
+def _costs(graph: ModelGraph, machine: Machine, conditions: Conditions, widths: Mapping[str, int]) -> SemuCosts:
+    return machine_costs(graph, machine, dtype=conditions.dtype, widths=widths, workers=conditions.pipeline)
+
+
+def _named(conditions: Conditions, device: torch.device) -> Named:
+    num_workers = conditions.pipeline * conditions.replicas
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
+    busy = f"{num_workers} {'worker' if num_workers == 1 else 'workers'} busy"
+    kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // here
+    return Named(
+        name=conditions.device,
+        source=f"measured by pipeweaver calibrate, torch {conditions.torch}, {conditions.threads} threads a worker",
+        calibrated=f"{datetime.date.today()} on {conditions.device}, {busy}, {conditions.dtype}",
+        memory_bytes=memory_bytes,
+        # Workers of one host are one island, however many of them there are.
+        devices_per_island=here if here < num_workers else 1 << 20,
+        kernels=kernels,
+        dtype=conditions.dtype,
+    )
+
+
 def cache_path(cache: str, fingerprint: str) -> Path:
     folder = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipeweaver"
-    return folder / f"{fingerprint}.json"
+    return folder / f"{fingerprint}.toml"
 
 
 def _cpu_name() -> str:

@@ -84,6 +84,7 @@ def plan(
         print_plan(plans, job.workers.memory_bytes)
         for line in in_words(ready.candidates):
             print(line)
+        print(ready.planning.costs.coverage)
         if explain:
             print_explanation(plans, explain_step(ready, plans))
         for path in write_plans(job.output, plans):

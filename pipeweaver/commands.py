@@ -8,7 +8,7 @@ explain_step(ready, ready.plan())                where the bubble of the plans i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from pipeweaver.agreement import check_agreement, check_model
 from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
 from pipeweaver.config import AUTO, Job
-from pipeweaver.costs import Costs
 from pipeweaver.data.dataset import load_part
 from pipeweaver.data.items import Batch
 from pipeweaver.data.tasks import TaskBatches
@@ -35,6 +34,7 @@ from pipeweaver.runtime.join import choose_device, join
 from pipeweaver.runtime.orders import recorded_entries
 from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.schedule.ir import Plan
+from pipeweaver.semu.costs import SemuCosts
 
 
 def check(job: Job, *, runs_here: bool = True) -> None:
@@ -71,6 +71,7 @@ def calibrate_as_worker(job: Job) -> None:
         prepare.job_graph(job),
         prepare.job_sample(job, prepare.job_loaders(job, datasets)),
         partial(load_part, datasets),
+        widths=prepare.job_widths(datasets),
         transport=transport,
         exchange=exchange,
         conditions=conditions(job.workers, membership.device, job.run.dtype),
@@ -108,12 +109,13 @@ def ready_step(job: Job, step: int, calibrate: Callable[[], None]) -> ReadyStep:
     Calls `calibrate` if there are no costs yet that hold here. Raises ValueError if the policy cannot place the model.
     """
     graph = prepare.job_graph(job)
-    loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
+    datasets = prepare.job_datasets(job)["train"]
+    loaders, widths = prepare.job_loaders(job, datasets), prepare.job_widths(datasets)
     sample = prepare.job_sample(job, loaders)
-    costs = _costs(job, graph, sample)
+    costs = _costs(job, graph, sample, widths)
     if costs is None:
         calibrate()
-        costs = _costs(job, graph, sample)
+        costs = _costs(job, graph, sample, widths)
         assert costs is not None, "calibration leaves what is looked for"
     batch = next(islice(TaskBatches(loaders), step, None))
     candidates = compare(job, graph, sample, costs, job.workers.memory_bytes)
@@ -155,6 +157,7 @@ def explain_step(ready: ReadyStep, plans: Sequence[Plan]) -> Explanation:
     )
 
 
-def _costs(job: Job, graph: ModelGraph, sample: Sequence[Batch]) -> Costs | None:
+def _costs(job: Job, graph: ModelGraph, sample: Sequence[Batch], widths: Mapping[str, int]) -> SemuCosts | None:
     device = choose_device(job.run.device, 0, job.workers.total)
-    return cached_costs(graph, sample, conditions(job.workers, device, job.run.dtype), job.costs.cache)
+    here = conditions(job.workers, device, job.run.dtype)
+    return cached_costs(graph, sample, here, job.costs.cache, widths=widths)

@@ -90,6 +90,11 @@ class Costs(Protocol):
         """Where the numbers are from, printed with every prediction: "profile of 2026-11-29, 2 workers busy"."""
         ...
 
+    @property
+    def coverage(self) -> object:
+        """How much of what was asked so far rests on defaults; what it is as text is printed with results."""
+        ...
+
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         """Cost of running `items` through `chunk`; `links[i]` are the source items linked to items[i]."""
         ...
@@ -146,6 +151,7 @@ class FlatCosts:
     missing: frozenset[str] = frozenset()
     """`before` and `after` that modules do not have: "language.before"."""
     source: str = "flat costs, made up"
+    coverage: str = "all of it is made up"
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         rows = _rows(items)

@@ -9,16 +9,17 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from pipeweaver import calibrate
-from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions, describe, fingerprint
+from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions, fingerprint
 from pipeweaver.cluster import Workers
 from pipeweaver.data.dataset import load_part
 from pipeweaver.data.digits import DigitsDataset
 from pipeweaver.data.loader import Loader
-from pipeweaver.profile.links import profile_links, tournament
+from pipeweaver.measure.links import measure_links, tournament
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.transport import Address
 from pipeweaver.runtime.transport_local import Hub
-from tests.profile.cases import make_graph
+from pipeweaver.semu.machine_file import machine_toml
+from tests.measure.cases import make_graph
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,7 @@ def calibrate_all(graph, batches, dataset, cache, workers=None, **options):
             graph,
             batches,
             partial(load_part, {"main": dataset}),
+            widths=dataset.widths,
             transport=transport,
             exchange=Exchange(store, patience_s=60),
             conditions=conditions(workers, CPU, "float32"),
@@ -84,19 +86,19 @@ def calibrate_all(graph, batches, dataset, cache, workers=None, **options):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Counts the profiles that are made, and makes them short."""
+    """Counts the measurements that are made, and makes them short."""
     counted = []
-    real = calibrate.profile_layers
+    real = calibrate.measure_layers
 
     def counting(*args, **options):
         counted.append(threading.current_thread().name)
         return real(*args, seconds_per_variant=0.001, **options)
 
-    monkeypatch.setattr(calibrate, "profile_layers", counting)
+    monkeypatch.setattr(calibrate, "measure_layers", counting)
     return counted
 
 
-def test_all_workers_measure_once_and_the_first_one_keeps_the_table(graph, batches, dataset, tmp_path, measured):
+def test_all_workers_measure_once_and_the_first_one_keeps_the_machine_file(graph, batches, dataset, tmp_path, measured):
     found, said = calibrate_all(graph, batches, dataset, tmp_path)
     assert len(measured) == 2
     costs = found[Address(0, 0)]
@@ -105,13 +107,15 @@ def test_all_workers_measure_once_and_the_first_one_keeps_the_table(graph, batch
     assert costs.transfer_ns(0, 1, 1 << 16) > 0 and costs.transfer_ns(1, 0, 1 << 16) > 0
     assert costs.reduce_ns(2, 1 << 16) > 0
     assert said[0].startswith("calibrating: 2 workers")
-    assert "off by" in said[1]
+    assert "kinds of operators" in said[1]
 
     again, said = calibrate_all(graph, batches, dataset, tmp_path)
     assert len(measured) == 2 and said == []
-    assert again[Address(0, 0)].table == costs.table
-    cached = cached_costs(graph, batches, conditions(Workers(pipeline=2), CPU, "float32"), str(tmp_path))
-    assert cached.table == costs.table
+    assert machine_toml(again[Address(0, 0)].machine) == machine_toml(costs.machine)
+    cached = cached_costs(
+        graph, batches, conditions(Workers(pipeline=2), CPU, "float32"), str(tmp_path), widths=dataset.widths
+    )
+    assert machine_toml(cached.machine) == machine_toml(costs.machine)
 
     calibrate_all(graph, batches, dataset, tmp_path, anew=True)
     assert len(measured) == 4
@@ -122,7 +126,6 @@ def test_replicas_calibrate_together(graph, batches, dataset, tmp_path, measured
     found, _ = calibrate_all(graph, batches, dataset, tmp_path, workers)
     costs = found[Address(0, 0)]
     assert len(measured) == 2
-    assert costs.table.transfers == {}
     assert costs.reduce_ns(2, 1 << 20) > 0
 
 
@@ -134,7 +137,7 @@ def test_one_worker_alone_needs_no_links(graph, batches, dataset, tmp_path, meas
     assert "1 worker busy" in costs.source
 
 
-def test_a_table_holds_for_its_conditions_only(graph, batches, tmp_path):
+def test_a_machine_file_holds_for_its_conditions_only(graph, batches, tmp_path):
     here = conditions(Workers(pipeline=2), CPU, "float32")
     names = {
         fingerprint(graph, batches, changed)
@@ -152,7 +155,7 @@ def test_a_table_holds_for_its_conditions_only(graph, batches, tmp_path):
     assert fingerprint(make_graph(layers=1, hidden=64), batches, here) not in names
     # With two layers and with three there are the same kinds of layers.
     assert fingerprint(make_graph(layers=3), batches, here) == fingerprint(make_graph(layers=2), batches, here)
-    assert cached_costs(graph, batches, here, str(tmp_path)) is None
+    assert cached_costs(graph, batches, here, str(tmp_path), widths={}) is None
 
 
 def test_much_larger_data_is_measured_anew(graph, batches):
@@ -161,11 +164,13 @@ def test_much_larger_data_is_measured_anew(graph, batches):
     assert fingerprint(graph, [next(large)], here) != fingerprint(graph, batches, here)
 
 
-def test_a_busy_machine_is_told(graph, batches, dataset, tmp_path, measured):
-    found, _ = calibrate_all(graph, batches, dataset, tmp_path, Workers(pipeline=1))
-    table = found[Address(0, 0)].table
-    assert len(describe(replace(table, core_share=0.99), graph)) == 1
-    assert "had 31% of its cores" in describe(replace(table, core_share=0.31), graph)[1]
+def test_a_busy_machine_is_told(graph, batches, dataset, tmp_path, measured, monkeypatch):
+    monkeypatch.setattr(calibrate, "BUSY", 2.0)
+    _, said = calibrate_all(graph, batches, dataset, tmp_path, Workers(pipeline=1))
+    assert "of its cores" in said[2]
+    monkeypatch.setattr(calibrate, "BUSY", 0.0)
+    _, said = calibrate_all(graph, batches, dataset, tmp_path, Workers(pipeline=1), anew=True)
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("count", range(1, 10))
@@ -184,7 +189,7 @@ def test_links_are_measured_on_any_transport(queue):
     results = {}
 
     def run(address):
-        results[address] = profile_links(hub.end(address), num_workers=3, num_replicas=2, device=CPU)
+        results[address] = measure_links(hub.end(address), num_workers=3, num_replicas=2, device=CPU)
 
     threads = [threading.Thread(target=run, args=(address,)) for address in hub.addresses]
     for thread in threads:

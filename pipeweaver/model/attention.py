@@ -51,7 +51,7 @@ def attend(
         kernel = _variable_length_kernel()
         if kernel is not None:
             return _attend_packed(kernel, q, k, v, lengths, key_lengths, causal)
-    return _attend_by_length(q, k, v, lengths, key_lengths, causal)
+    return attend_by_length(q, k, v, lengths, key_lengths, causal)
 
 
 def rotary(coordinates: Sequence[Tensor], head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,34 +83,37 @@ def positions(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(device, non_blocking=True)
 
 
-def _attend_by_length(
+def attend_by_length(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int], causal: bool
 ) -> Tensor:
     """`attend` by torch's own kernels, one batched call for each run of sequences of equal length."""
     grouped = q.shape[1] != k.shape[1]
-    pieces, row, key_row = [], 0, 0
-    for (length, key_length), run in groupby(zip(lengths, key_lengths, strict=True)):
-        count = len(list(run))
-        queries = q[row : row + count * length]
-        keys, values = (t[key_row : key_row + count * key_length] for t in (k, v))
-        row += count * length
-        key_row += count * key_length
+    shapes = [(*shape, len(list(run))) for shape, run in groupby(zip(lengths, key_lengths, strict=True))]
+    # Split once, so that the backward puts gradients together once.
+    queries = _split(q, [count * length for length, _, count in shapes])
+    keys, values = (_split(t, [count * length for _, length, count in shapes]) for t in (k, v))
+    pieces = []
+    for number, (length, key_length, count) in enumerate(shapes):
         if length == 0:
             continue
         if key_length == 0:
-            pieces.append(torch.zeros_like(queries))
+            pieces.append(torch.zeros_like(queries[number]))
             continue
         out = F.scaled_dot_product_attention(
-            _batched(queries, count),
-            _batched(keys, count),
-            _batched(values, count),
+            _batched(queries[number], count),
+            _batched(keys[number], count),
+            _batched(values[number], count),
             is_causal=causal,
             enable_gqa=grouped,
         )
-        pieces.append(out.transpose(1, 2).reshape(queries.shape))
+        pieces.append(out.transpose(1, 2).reshape(queries[number].shape))
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces) if pieces else q.clone()
+
+
+def _split(rows: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    return rows.split(list(sizes)) if len(sizes) > 1 else [rows]
 
 
 def _batched(rows: Tensor, count: int) -> Tensor:

@@ -25,7 +25,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     `tokens_per_second` are by module; tokens are rows inside the module. `peak_bytes` has one list of workers
     per replica, as measured (empty where it was not). `waiting_ns` is the longest that a worker waited
     for its plan, `switching_ns` how long parameters moved before the step, where its task set is new. `losses` are by "task/module", without their weights; `loss` is their weighted sum. `reported` holds
-    averages of what layers report, `learning_rate` and `gradient_norm` are those of the step.
+    averages of what layers report, `learning_rate` and `gradient_norm` are those of the step. `corrections` are
+    the factors, by module and worker, that measured steps put on the costs of this one's plan;
+    `uncorrected_prediction_error` is what the error would have been without them.
     """
 
     step: int
@@ -50,6 +52,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     switching_ns: int
     losses: dict[str, float]
     reported: dict[str, float]
+    uncorrected_prediction_error: float | None = None
+    corrections: dict[str, float] = {}
 
 
 def step_metrics(
@@ -62,10 +66,12 @@ def step_metrics(
     switching_ns: int = 0,
     losses: Mapping[str, float] | None = None,
     reported: Mapping[str, float] | None = None,
+    uncorrected_step_ns: int | None = None,
+    corrections: Mapping[str, float] | None = None,
 ) -> StepMetrics:
     """Figures of a step from the plans of all its replicas and what was measured of each, in the same order.
 
-    A step takes as long as its slowest replica. The bubble is taken over the workers of all replicas.
+    `uncorrected_step_ns` is the prediction without the `corrections`, if those are on. A step takes as long as its slowest replica. The bubble is taken over the workers of all replicas.
     """
     assert plans, "a step has at least one plan"
     step_ns = max(measured.step_ns for measured in measurements)
@@ -99,6 +105,8 @@ def step_metrics(
         switching_ns=switching_ns,
         losses=dict(losses or {}),
         reported=dict(reported or {}),
+        uncorrected_prediction_error=step_ns / uncorrected_step_ns - 1 if uncorrected_step_ns else None,
+        corrections=dict(corrections or {}),
     )
 
 

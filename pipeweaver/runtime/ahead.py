@@ -11,8 +11,8 @@ sample that cannot be read) goes to all workers in place of the plan.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass, field, replace
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Batch, Share
@@ -20,12 +20,13 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
-from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, RunPlan
 from pipeweaver.runtime.process import exit_code, in_words, use_cores
 from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.ir import Placement, Plan
 from pipeweaver.schedule.verify import verify
+from pipeweaver.semu.correct import Factors
+from pipeweaver.semu.costs import SemuCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +84,12 @@ def plan_shares(planning: Planning, shares: Sequence[Share], *, forward_only: bo
     )
 
 
-def corrected(planning: Planning, factors: Mapping[str, float]) -> Planning:
-    """The same with times of stages multiplied by a factor per module (`profile/correct.py`); none changes nothing."""
+def corrected(planning: Planning, factors: Factors) -> Planning:
+    """The same with times of stages multiplied by a factor per module and worker (`semu/correct.py`); none changes
+    nothing."""
     if not factors:
         return planning
-    assert isinstance(planning.costs, TableCosts), "only measured costs are corrected"
+    assert isinstance(planning.costs, SemuCosts), "only measured costs are corrected"
     return replace(planning, costs=planning.costs.corrected(factors))
 
 
@@ -100,13 +102,14 @@ def predicted_ns(plans: Sequence[Plan]) -> int:
 class Order:
     """Plans of all replicas to run at the same time, on items of `data`, after `step` steps of training.
 
-    `is_last` of an evaluation's orders.
+    `is_last` of an evaluation's orders. `factors` corrected the costs that the plans were made with.
     """
 
     plans: tuple[Plan, ...]
     step: int
     data: Data = "train"
     is_last: bool = True
+    factors: Factors = field(default_factory=dict)
 
 
 class Ahead:

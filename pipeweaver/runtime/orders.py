@@ -23,7 +23,6 @@ from pipeweaver.data.items import Batch, Sample
 from pipeweaver.data.loader import Loader
 from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.profile.table import TableCosts
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Order, Planning
 from pipeweaver.runtime.compare import place
@@ -32,20 +31,22 @@ from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
 from pipeweaver.runtime.service import Service
 from pipeweaver.schedule.ir import Placement, Plan
+from pipeweaver.semu.correct import Factors, rounded
+from pipeweaver.semu.costs import SemuCosts
 
 
 @dataclass
 class Corrections:
-    """Factors on the costs by module (`profile.correct`): replaced as a whole by whoever measures, read when planning."""
+    """Factors on the costs (`semu.correct`): replaced as a whole by whoever measures, read when planning."""
 
-    factors: Mapping[str, float] = field(default_factory=dict)
+    factors: Factors = field(default_factory=dict)
 
 
 def planned_orders(
     job: Job,
     graph: ModelGraph,
     loaders: Mapping[Data, Mapping[str, Loader]],
-    costs: TableCosts,
+    costs: SemuCosts,
     corrections: Corrections,
     budget_bytes: int | None,
     cores: Collection[int] = (),
@@ -180,13 +181,14 @@ def _planned(
     told: deque[_Told] = deque()
     to_tell = _to_tell(job, batches, steps, held_out, told)
     evaluated: dict[int, tuple[Plan, ...]] = {}
+    asked: dict[int, Factors] = {}  # what corrected the costs of an order
     while True:
         while len(told) <= job.planner.ahead and (one := next(to_tell, None)) is not None:
             first_time = one.number not in evaluated and all(other.number != one.number for other in told)
             told.append(one)
             if first_time:
-                forward_only = one.data == "held-out"
-                service.want(one.number, one.batch, forward_only=forward_only, factors=corrections.factors)
+                forward_only, asked[one.number] = one.data == "held-out", rounded(corrections.factors)
+                service.want(one.number, one.batch, forward_only=forward_only, factors=asked[one.number])
         if not told:
             return
         one = told.popleft()
@@ -195,7 +197,8 @@ def _planned(
             next(batches)  # the position in the data is behind what was handed out, not behind what is planned
         else:
             evaluated[one.number] = plans
-        yield Order(plans=plans, step=one.step, data=one.data, is_last=one.is_last)
+        factors = asked.pop(one.number, {})
+        yield Order(plans=plans, step=one.step, data=one.data, is_last=one.is_last, factors=factors)
 
 
 def _to_tell(

@@ -60,6 +60,11 @@ def task_seed(job: Job, task: str) -> int:
     return seed_of(job.run.seed, task) % 2**32
 
 
+def job_widths(datasets: Mapping[str, Dataset]) -> dict[str, int]:
+    """Columns of the tensors that the data sets of all tasks load."""
+    return {name: width for dataset in datasets.values() for name, width in dataset.widths.items()}
+
+
 def job_loaders(job: Job, datasets: Mapping[str, Dataset], data: Data = "train") -> dict[str, Loader]:
     """Each task's batches: to train on, endlessly, shuffled by its seed; or all held-out samples once, in order."""
     loaders = {}

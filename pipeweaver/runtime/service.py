@@ -40,6 +40,7 @@ from pipeweaver.runtime.recorded import shares_of
 from pipeweaver.runtime.reuse import Reuse
 from pipeweaver.schedule.ir import Plan
 from pipeweaver.schedule.verify import verify
+from pipeweaver.semu.correct import rounded
 
 START_S = 120.0
 """Until a process of a new run has its first plan: libraries are loaded, kernels may have to be compiled."""
@@ -121,7 +122,7 @@ class Service:
     ) -> None:
         """Plans for `batch` will be taken as `number`; smaller numbers are needed first. `factors` correct the costs."""
         # Two digits, so that equal batches under almost the same costs are equal.
-        factors = {module: round(factor, 2) for module, factor in (factors or {}).items()}
+        factors = rounded(factors or {})
         key = self._reuse.key(batch, forward_only, factors)
         known, is_final = self._reuse.find(key, batch)
         ranges = [] if is_final else _split(self._planning.num_replicas, len(self._pool.planners))

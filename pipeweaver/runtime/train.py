@@ -30,8 +30,6 @@ from pipeweaver.data.dataset import load_part
 from pipeweaver.data.loader import Loader
 from pipeweaver.model.build import materialise, named_parameters
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.profile.correct import updated
-from pipeweaver.profile.table import TableCosts
 from pipeweaver.report.metrics import StepMetrics, step_metrics
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Ahead, Order
@@ -50,6 +48,8 @@ from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.runtime.watchdog import Watchdog, watched
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
+from pipeweaver.semu.correct import uncorrected_ns, updated
+from pipeweaver.semu.costs import SemuCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,10 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
     loads = {data: partial(load_part, of_tasks) for data, of_tasks in datasets.items()}
     with exchange.heartbeat() if membership.is_first else nullcontext():
         loaders = {data: prepare.job_loaders(job, of_tasks, data) for data, of_tasks in datasets.items()}
-        costs = None if job.run.plans else _costs(job, graph, loaders["train"], loads["train"], transport, exchange)
+        widths = prepare.job_widths(datasets["train"])
+        costs = None
+        if not job.run.plans:
+            costs = _costs(job, graph, loaders["train"], loads["train"], widths, transport, exchange)
         first = None
         if membership.is_first:
             corrections = Corrections()
@@ -102,6 +105,7 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
                     orders, placement = planned_orders(
                         job, graph, loaders, costs, corrections, budget_bytes, membership.helper_cores
                     )
+                    print(f"costs: {costs.source}; {costs.coverage}", flush=True)
             _publish(job, exchange, Setup(job=prepare.fingerprint(job), placement=placement))
             ahead_ns, cores = [offset.ahead_ns for offset in offsets], membership.helper_cores
             first = FirstRank(job, exchange, graph, orders, corrections, observers, ahead_ns, cores)
@@ -206,6 +210,8 @@ class FirstRank:
             gradient_norm=collected.gradient_norm,
             losses=collected.losses,
             reported=averages(collected.metrics),
+            uncorrected_step_ns=uncorrected_ns(order.plans, order.factors) if self._job.costs.correct else None,
+            corrections=order.factors,
         )
         if self._job.costs.correct:
             factors = updated(self._corrections.factors, order.plans, collected.measurements)
@@ -243,14 +249,16 @@ def _costs(
     graph: ModelGraph,
     loaders: Mapping[str, Loader],
     load: Load,
+    widths: Mapping[str, int],
     transport: ProcessTransport,
     exchange: Exchange,
-) -> TableCosts | None:
+) -> SemuCosts | None:
     """Costs on the first rank; all workers measure them together if that was not done before."""
     return calibrated_costs(
         graph,
         prepare.job_sample(job, loaders),
         load,
+        widths=widths,
         transport=transport,
         exchange=exchange,
         conditions=conditions(job.workers, transport.device, job.run.dtype),

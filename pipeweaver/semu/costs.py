@@ -11,6 +11,7 @@ a worker is devices times a device's memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -19,13 +20,13 @@ import torch
 
 from pipeweaver.costs import StageCost, StrategyCost
 from pipeweaver.data.items import Item
-from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, positions
-from pipeweaver.schedule.gradients import Gradients
+from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
-from pipeweaver.semu.kernels import Kernels
+from pipeweaver.semu.correct import Factors, key_of
 from pipeweaver.semu.latency import LayerCost, Layout, Rule, layer_cost
-from pipeweaver.semu.layer import Input, LayerGraph, Parameters
+from pipeweaver.semu.layer import LayerGraph, Parameters
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
+from pipeweaver.semu.model_layers import inside, module_layers
 from pipeweaver.semu.symbolic import Sums, measure
 
 EFFICIENT_ROWS = 32_768
@@ -47,6 +48,17 @@ class Optimizer:
     def bytes_per_parameter(self, parameter: int) -> float:
         return parameter + self.gradient + self.state / self.shards
 
+    def moved_bytes(self, parameter: int) -> float:
+        """By a step, per parameter: the gradient is read twice (norm, step) and zeroed; states are read and written by
+        who owns them."""
+        return 3 * self.gradient + parameter + 2 * self.state / self.shards
+
+
+def plain_optimizer(dtype: str) -> Optimizer:
+    """What this runtime keeps: gradients and both moments of AdamW in the parameters' own dtype."""
+    item = ITEM_SIZES[dtype]
+    return Optimizer(gradient=item, state=2 * item)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
@@ -60,6 +72,9 @@ class Coverage:
     @property
     def guessed_share(self) -> float:
         return self.guessed_ns / self.total_ns if self.total_ns else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.guessed_share:.1%} of the time ({self.num_guessed} launches) rests on defaults"
 
 
 class Run(NamedTuple):
@@ -97,14 +112,16 @@ class SemuCosts:
         self.optimizer = optimizer or _OPTIMIZERS[dtype]
         self.workers = workers
         self.rules = tuple(rules)
+        self.widths = dict(widths or {})
         self.source = _source(machine, tensor_parallel)
         machine.peak(dtype)
-        self._modules = _module_layers(graph, getattr(torch, dtype), widths or {}, machine.kernels)
+        self._modules = module_layers(graph, getattr(torch, dtype), self.widths, machine.kernels)
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
         self._known: dict[tuple[LayerGraph, object, int], LayerCost] = {}
         self._variants: dict[tuple[LayerGraph, Strategy], LayerGraph] = {}
         self._items: dict[int, tuple[Item, int]] = {}
+        self._factors: Factors = {}
         self._numbers: dict[object, int] = {}
         self._sums: tuple[object, int, Sums] | None = None
 
@@ -113,7 +130,8 @@ class SemuCosts:
         key = (runs, self._sizes(items, links))
         if key not in self._stages:
             self._stages[key] = self._stage(runs, items, links, key[1])
-        return self._stages[key]
+        factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
+        return self._stages[key] if factor == 1.0 else slower(self._stages[key], factor)
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
@@ -122,7 +140,8 @@ class SemuCosts:
         total = 0.0
         for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
             total += run.repeats * _duration_ns(self._layer(run.layer, items, links, sizes, copies), run.backward)
-        return round(total / copies)
+        of_module = [factor for key, factor in self._factors.items() if key.startswith(f"{module}/")]
+        return round(total / copies * (sum(of_module) / len(of_module) if of_module else 1.0))
 
     def flops(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> float:
         """Model FLOPs of forward and backward of the items over the whole module: what a causal kernel skips and what
@@ -163,10 +182,21 @@ class SemuCosts:
             return 0
         item = ITEM_SIZES[self.layout.dtype]
         count = parameters.on_device(self.layout.tensor_parallel) / item
-        # The gradient is read twice (norm, step) and zeroed; states are read and written by who owns them.
-        moved = count * (3 * self.optimizer.gradient + item + 2 * self.optimizer.state / self.optimizer.shards)
-        memory = self.machine.memory
-        return round(memory.access_ns + 1e9 * moved / (self.machine.memory_bandwidth * memory.factor))
+        moved = count * self.optimizer.moved_bytes(item)
+        memory, found = self.machine.memory, self.machine.optimizer
+        if found is None:
+            return round(memory.access_ns + 1e9 * moved / (self.machine.memory_bandwidth * memory.factor))
+        beside = parameters.number * found.parameter_ns
+        return round(beside + 1e9 * moved / (self.machine.memory_bandwidth * found.factor))
+
+    def corrected(self, factors: Factors) -> SemuCosts:
+        """The same costs with times of stages multiplied by a factor per module and worker (`correct.py`); 1 where there
+        is none. What is known already is shared."""
+        found = copy(self)
+        found._factors = dict(factors)
+        listed = ", ".join(f"{key} by {factor:.4g}" for key, factor in factors.items())
+        found.source = f"{self.source}, corrected: {listed}" if listed else self.source
+        return found
 
     @property
     def coverage(self) -> Coverage:
@@ -200,25 +230,29 @@ class SemuCosts:
         Recomputation is traced as the runtime does it, so it stops where nothing more is needed.
         """
         sizes = self._sizes(items, links)
+        factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
         found: list[dict[Strategy, StrategyCost]] = []
         for run in self._runs(chunk.module, chunk.start, chunk.stop):
             keep = self._layer(run.layer, items, links, sizes)
-            options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward)}
+            options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward, factor)}
             if run.backward:
                 recomputing: tuple[Strategy, Strategy] = ("recompute", "recompute-attention")
                 for strategy in recomputing:
                     other = self._layer(self._variant(run.layer, strategy), items, links, sizes)
-                    options[strategy] = self._strategy(other, keep, True)
+                    options[strategy] = self._strategy(other, keep, True, factor)
+            if run.backward and self.machine.kernels != "cpu":  # a CPU's memory is the host's
                 away = options["keep"].saved_bytes / self.layout.tensor_parallel
                 offload_ns = round(1e9 * away / self.machine.host_bandwidth)
                 options["offload"] = StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=offload_ns)
             found += [options] * run.repeats
         return tuple(found)
 
-    def _strategy(self, cost: LayerCost, keep: LayerCost, backward: bool) -> StrategyCost:
-        extra = sum(cost.phase_ns.values()) - sum(keep.phase_ns.values())
+    def _strategy(self, cost: LayerCost, keep: LayerCost, backward: bool, factor: float) -> StrategyCost:
+        extra = 0.0
+        if cost is not keep:
+            extra = sum(cost.phase_ns.values()) - sum(keep.phase_ns.values()) + self.machine.overheads.recompute_ns
         saved = cost.saved_bytes * self.layout.tensor_parallel if backward else 0
-        return StrategyCost(saved_bytes=saved, extra_ns=max(0, round(extra)))
+        return StrategyCost(saved_bytes=saved, extra_ns=max(0, round(extra * factor)))
 
     def _variant(self, layer: LayerGraph, strategy: Strategy) -> LayerGraph:
         key = (layer, strategy)
@@ -237,7 +271,7 @@ class SemuCosts:
         """Layers of a chunk, equal neighbours together."""
         key = (module, start, stop)
         if key not in self._chunks:
-            layers = [self._modules[module][position] for position in _inside(self.graph.by_name[module], start, stop)]
+            layers = [self._modules[module][position] for position in inside(self.graph.by_name[module], start, stop)]
             self._chunks[key] = tuple(
                 Run(layer=layer, backward=backward, repeats=len(list(same)))
                 for (layer, backward), same in groupby(layers, key=lambda one: one)
@@ -249,13 +283,16 @@ class SemuCosts:
     ) -> StageCost:
         costs = [self._layer(run.layer, items, links, sizes) for run in runs]
         degree = self.layout.tensor_parallel
-        forward, first, second, weight, loaded = 0.0, 0.0, 0.0, 0, 0
+        forward, first, second, load_ns, weight, loaded = 0.0, 0.0, 0.0, 0.0, 0, 0
         own: list[int] = []
         held: list[int] = []
         before = None
         for run, cost in zip(runs, costs, strict=True):
             forward += run.repeats * cost.phase_ns["F"]
-            loaded += sum(cost.counts.tensor_bytes(name) for name in cost.counts.structure.loaded)
+            for name in cost.counts.structure.loaded:
+                num_bytes = cost.counts.tensor_bytes(name)
+                loaded += num_bytes
+                load_ns += self._load_ns(name, len(items), num_bytes)
             own.append(0)
             held.append(0)
             if run.backward:
@@ -268,20 +305,33 @@ class SemuCosts:
                 held[-1] = run.repeats * own[-1] + entering + (run.repeats - 1) * between
             before = cost
         learns = [run.backward for run in runs]
+        # Each kind of layer has the part make its own tables.
+        shared = {id(run.layer): cost.shared_bytes for run, cost in zip(runs, costs, strict=True)}
+        beside = self.machine.overheads
+        forward += beside.stage_forward_ns
+        backward = first + second + beside.stage_backward_ns if any(learns) else 0.0
+        put_off = sum(run.repeats * cost.launches * run.backward for run, cost in zip(runs, costs, strict=True))
+        input_ns = first + put_off * beside.split_ns + beside.stage_backward_ns if any(learns) else 0.0
         forward_live = [cost.forward_live * degree for cost in costs]
         backward_live = [cost.backward_live * degree * learns[i] for i, cost in enumerate(costs)]
         return StageCost(
             forward_ns=round(forward),
-            backward_ns=round(first + second),
-            load_ns=round(1e9 * loaded / degree / self.machine.host_bandwidth),
-            input_ns=round(first),
-            weight_ns=round(first + second) - round(first),
+            backward_ns=round(backward),
+            load_ns=round(load_ns),
+            input_ns=round(input_ns),
+            weight_ns=round(second * beside.split_weight),
             loaded_bytes=loaded,
-            saved_bytes=sum(held) + max((c.shared_bytes for c in costs), default=0) * degree * any(learns),
+            saved_bytes=sum(held) + sum(shared.values()) * degree * any(learns),
             forward_workspace_bytes=_workspace(forward_live, own, held),
             backward_workspace_bytes=_workspace(backward_live, own, held),
             weight_bytes=weight,
         )
+
+    def _load_ns(self, name: str, num_items: int, num_bytes: int) -> float:
+        found = self.machine.loads.get(name)
+        if found is None:
+            return 1e9 * num_bytes / self.layout.tensor_parallel / self.machine.host_bandwidth
+        return found.part_ns + num_items * found.item_ns + num_bytes * found.byte_ns
 
     def _layer(
         self,
@@ -295,7 +345,7 @@ class SemuCosts:
         if key not in self._known:
             # Layers of one part follow each other: they share its sums.
             if self._sums is None or self._sums[:2] != (sizes, copies):
-                self._sums = (sizes, copies, measure(items, links, copies))
+                self._sums = (sizes, copies, measure(items, links, copies, by_length=layer.by_length))
             counts = layer.counts(items, links, copies, self._sums[2])
             self._known[key] = layer_cost(counts, self.machine, self.layout, self.rules)
         return self._known[key]
@@ -322,56 +372,22 @@ class SemuCosts:
         return self._modules[module][position][0].parameters(".".join(rest))
 
 
+def slower(cost: StageCost, factor: float) -> StageCost:
+    """A stage that computes `factor` times as long."""
+    return cost._replace(
+        forward_ns=round(cost.forward_ns * factor),
+        backward_ns=round(cost.backward_ns * factor),
+        input_ns=round(cost.input_ns * factor),
+        weight_ns=round(cost.weight_ns * factor),
+    )
+
+
 _OPTIMIZERS = {
     "bfloat16": Optimizer(gradient=4, state=12),
     "float16": Optimizer(gradient=4, state=12),
     "float32": Optimizer(gradient=4, state=8),
     "float64": Optimizer(gradient=8, state=16),
 }
-
-
-def _module_layers(
-    graph: ModelGraph, dtype: torch.dtype, widths: Mapping[str, int], kernels: Kernels
-) -> dict[str, dict[int, tuple[LayerGraph, bool]]]:
-    """By module and position (-1 for `before`, n for `after`): the layer, and whether it takes part in the backward.
-
-    Layers of equal kind and inputs share one graph.
-    """
-    gradients = Gradients(graph)
-    shared: dict[object, LayerGraph] = {}
-    modules: dict[str, dict[int, tuple[LayerGraph, bool]]] = {}
-    for module in graph.modules:
-        modules[module.name] = {}
-        for position, spec in positions(module):
-            inputs = _inputs(graph, module, position, spec, gradients)
-            key = (spec.kind, spec.trainable, inputs)
-            if key not in shared:
-                shared[key] = LayerGraph(spec, inputs, dtype=dtype, widths=widths, kernels=kernels)
-            modules[module.name][position] = (shared[key], gradients.backward[module.name, position])
-    return modules
-
-
-def _inputs(
-    graph: ModelGraph, module: Module, position: int, spec: LayerSpec, gradients: Gradients
-) -> tuple[Input, ...]:
-    by_position = dict(positions(module))
-    inputs = []
-    if position - 1 in by_position:
-        trained = gradients.trained[module.name, position - 1]
-        inputs += [Input(spec=s, name=s.name, grad=s.grad and trained) for s in by_position[position - 1].carries]
-    for flow in graph.flows:
-        if flow.destination == module.name and flow.name in spec.reads:
-            sent, tensor = graph.sent(flow)
-            source = None if flow.source == module.name else flow.source
-            grad = tensor.grad and gradients.trained[flow.source, sent]
-            inputs.append(Input(spec=tensor, name=flow.name, source=source, grad=grad))
-    return tuple(inputs)
-
-
-def _inside(module: Module, start: int, stop: int) -> list[int]:
-    before = [-1] if start == 0 and module.before is not None else []
-    after = [len(module.layers)] if stop == len(module.layers) and module.after is not None else []
-    return [*before, *range(start, stop), *after]
 
 
 def _between_bytes(before: LayerCost, after: LayerCost, layout: Layout) -> int:

@@ -102,7 +102,7 @@ def emulated_plans(
         device,
         tensor_parallel=tensor_parallel,
         dtype=job.run.dtype,
-        widths={name: width for dataset in datasets.values() for name, width in dataset.widths.items()},
+        widths=prepare.job_widths(datasets),
         workers=job.workers.pipeline,
     )
     budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
@@ -149,10 +149,7 @@ def render(found: Estimate) -> list[str]:
                 f"most of it {owner}: {listed}"
             )
     coverage, machine = found.costs.coverage, found.machine
-    lines.append(
-        f"machine {machine.name}: {machine.calibrated or 'not calibrated'}; {coverage.guessed_share:.0%} of the time "
-        f"({coverage.num_guessed} launches) rests on defaults; {machine.source}"
-    )
+    lines.append(f"machine {machine.name}: {machine.calibrated or 'not calibrated'}; {coverage}; {machine.source}")
     return lines
 
 

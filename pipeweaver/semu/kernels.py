@@ -2,7 +2,7 @@
 
 On the meta device torch spells out what one CUDA kernel does: attention becomes two batched matmuls with
 the whole score matrix between them, an RMS norm seven elementwise operators. `device_kernels()` puts the
-kernel back in place while a layer is traced (on a CPU, attention alone is one); `fused` describes any other kernel in a line:
+kernel back in place while a layer is traced (on a CPU, attention over sequences of one length alone is one); `fused` describes any other kernel in a line:
 
     out = fused("swiglu", gate_and_up, shape=(rows, ffn), save=(0,))
 
@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeweaver.model.attention import attend
-from pipeweaver.semu.trace import Kind, record
+from pipeweaver.model.attention import attend, attend_by_length
+from pipeweaver.semu.calls import Kind
+from pipeweaver.semu.recorder import attention_flops, attention_pairs, record
 
 
 def fused(
@@ -159,8 +159,8 @@ def _attend(
     key_lengths = lengths if key_lengths is None else key_lengths
     flops, counted = [0, 0], [0, 0]
     for rows, columns in zip(lengths, key_lengths, strict=True):
-        forward, backward = _attention_flops(1, heads, rows, columns, dim, value_dim)
-        pairs, all_pairs = _pairs(rows, columns, causal), max(1, rows * columns)
+        forward, backward = attention_flops(1, heads, rows, columns, dim, value_dim)
+        pairs, all_pairs = attention_pairs(rows, columns, causal), max(1, rows * columns)
         for index, count in enumerate((forward, backward)):
             flops[index] += count
             counted[index] += count * pairs // all_pairs
@@ -188,10 +188,9 @@ def _attend_on_cpu(
     *,
     causal: bool = False,
 ) -> Tensor:
-    """The same, where sequences of different lengths take a call each and their results are put together after."""
-    out = _attend(query, key, value, lengths, key_lengths, causal=causal)
-    several = len(set(zip(lengths, lengths if key_lengths is None else key_lengths, strict=True))) > 1
-    return out.clone() if several else out
+    """A call for every run of sequences of equal length, each of which is one kernel."""
+    with device_kernels("cpu"):
+        return attend_by_length(query, key, value, lengths, key_lengths or lengths, causal)
 
 
 def _scaled_dot_product_attention(
@@ -207,8 +206,8 @@ def _scaled_dot_product_attention(
     batch = query.shape[:-3].numel()
     heads, rows, dim = query.shape[-3:]
     columns, value_dim = value.shape[-2:]
-    flops = _attention_flops(batch, heads, rows, columns, dim, value_dim)
-    pairs, all_pairs = _pairs(rows, columns, is_causal), max(1, rows * columns)
+    flops = attention_flops(batch, heads, rows, columns, dim, value_dim)
+    pairs, all_pairs = attention_pairs(rows, columns, is_causal), max(1, rows * columns)
     return fused(
         "attention",
         query,
@@ -224,20 +223,6 @@ def _scaled_dot_product_attention(
         flops=flops,
         counted_flops=(flops[0] * pairs // all_pairs, flops[1] * pairs // all_pairs),
     )
-
-
-def _attention_flops(batch: int, heads: int, rows: int, columns: int, dim: int, value_dim: int) -> tuple[int, int]:
-    query, key, value = (batch, heads, rows, dim), (batch, heads, columns, dim), (batch, heads, columns, value_dim)
-    out = (batch, heads, rows, value_dim)
-    return int(sdpa_flop_count(query, key, value)), int(sdpa_backward_flop_count(out, query, key, value))
-
-
-def _pairs(rows: int, columns: int, causal: bool) -> int:
-    """(query, key) pairs that the kernel works on; a causal one skips those above the diagonal."""
-    if not causal:
-        return rows * columns
-    first = min(rows, columns)
-    return first * (first + 1) // 2 + max(0, rows - columns) * columns
 
 
 _REPLACED: dict[Kernels, dict[Callable[..., Any], Callable[..., Any]]] = {

@@ -13,13 +13,16 @@ either way gradients take the mirrored path (`sharding.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeweaver.semu.factors import attention_share, curve_share, flat_factors, matmul_share, memory_curve
 from pipeweaver.semu.layer import (
     BATCH,
     BYTES_ROWS,
@@ -32,6 +35,8 @@ from pipeweaver.semu.layer import (
     LIVE_SPLIT,
     LIVE_WHOLE,
     Counts,
+    K,
+    M,
     N,
     Operator,
     Structure,
@@ -40,9 +45,7 @@ from pipeweaver.semu.machine import (
     Collective,
     Group,
     Machine,
-    attention_factor,
     collective_ns,
-    matmul_factor,
 )
 
 Floats = NDArray[np.float64]
@@ -82,7 +85,7 @@ class LayerCost:
 
     `operator_ns` [operators] and `exchange_ns` [exchanges] are in the order of the counts, `phase_ns` sums them
     by phase F, I and W, `phase_flops` the FLOPs of all devices of the worker. `guessed_ns` is the part of the time that rests on no measurement of this machine,
-    `num_guessed` counts its launches. `saved_bytes`, `weight_bytes` and `shared_bytes` as in
+    `num_guessed` counts its launches; `launches` are those of the forward. `saved_bytes`, `weight_bytes` and `shared_bytes` as in
     `Counts.memory`. `forward_live` and
     `backward_live` are peaks of what the layer holds while it runs, parameters and inputs aside.
     """
@@ -94,6 +97,7 @@ class LayerCost:
     phase_flops: dict[str, float]
     guessed_ns: float
     num_guessed: int
+    launches: int
     saved_bytes: int
     weight_bytes: int
     shared_bytes: int
@@ -108,39 +112,21 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
     """
     plan = _plan(counts.structure, machine, layout)
     table, degree = counts.table, layout.tensor_parallel
-    count = table[:, COUNT]
-    launches = np.maximum(count, 1)
-    flops = table[:, COUNTED_FLOPS] / (plan.divisor * launches)
-    num_bytes = (
-        table[:, BYTES_WHOLE] + table[:, BYTES_SPLIT] / degree + table[:, BYTES_ROWS] / layout.row_cut
-    ) / launches
-    shapes = table[:, BATCH : N + 1] / launches[:, None] / plan.shape_divisor
-    each_ns = np.maximum(machine.memory.access_ns + num_bytes / plan.bytes_per_ns, machine.floor_ns)
-    for rows, found in (
-        (plan.matmuls, _matmul_ns(machine, plan, flops, shapes)),
-        (plan.attentions, _attention_ns(machine, plan, flops)),
-    ):
-        each_ns[rows] = np.maximum(each_ns[rows], found)
-    guessed = np.full(len(table), not machine.calibrated)
-    for i in range(len(table) if rules else 0):
-        launch = Launch(flops=flops[i], num_bytes=num_bytes[i], shape=tuple(shapes[i].tolist()))
-        ruled = next((ns for rule in rules if (ns := rule(counts.operators[i], launch)) is not None), None)
-        if ruled is not None:
-            each_ns[i], guessed[i] = ruled, False
-    operator_ns = each_ns * count
+    operator_ns, live = _operators(table, flat_factors(machine), plan.numbers, degree, layout.row_cut)
+    guessed = plan.guessed
+    if rules:
+        operator_ns, guessed = _ruled(counts, layout, plan, operator_ns, rules)
     exchange_ns = np.array(
         [
-            exchange_time(machine, layout, exchange.kind, "F" if exchange.again else exchange.phase, size)
-            for exchange, size in zip(counts.structure.exchanges, counts.exchanged_bytes.tolist(), strict=True)
+            exchange_time(machine, layout, exchange.kind, exchange.phase, num_bytes)
+            for exchange, num_bytes in zip(counts.structure.exchanges, counts.exchanged_bytes, strict=True)
         ]
     )
-    sums = np.bincount(plan.phase, operator_ns, 3)
-    if len(exchange_ns):
+    phase = plan.numbers.phase
+    sums = np.bincount(phase, operator_ns, 3)
+    if degree > 1 and len(exchange_ns):
         sums += np.bincount(plan.exchange_phase, exchange_ns, 3)
-    work = np.bincount(plan.phase, table[:, COUNTED_FLOPS], 3)
-    live = table[:, LIVE_WHOLE] + table[:, LIVE_SPLIT] / degree + table[:, LIVE_ROWS] / layout.row_cut
-    if layout.row_cut > 1:
-        live = live + table[:, GATHERED]
+    work = np.bincount(phase, table[:, COUNTED_FLOPS], 3)
     saved, weight, shared = (spread_bytes(rows, split, whole, layout) for rows, split, whole in counts.memory.tolist())
     return LayerCost(
         counts=counts,
@@ -149,12 +135,13 @@ def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Ru
         phase_ns={"F": float(sums[0]), "I": float(sums[1]), "W": float(sums[2])},
         phase_flops={"F": float(work[0]), "I": float(work[1]), "W": float(work[2])},
         guessed_ns=float(operator_ns[guessed].sum()) + (0.0 if machine.calibrated else float(exchange_ns.sum())),
-        num_guessed=int(count[guessed].sum()),
+        num_guessed=int(table[guessed, COUNT].sum()),
+        launches=int(table[phase == 0, COUNT].sum()),
         saved_bytes=int(saved),
         weight_bytes=int(weight),
         shared_bytes=int(shared),
-        forward_live=int(live[plan.phase == 0].max(initial=0)),
-        backward_live=int(live[plan.phase > 0].max(initial=0)),
+        forward_live=int(live[phase == 0].max(initial=0)),
+        backward_live=int(live[phase > 0].max(initial=0)),
     )
 
 
@@ -183,68 +170,121 @@ def spread_bytes(rows: float, split: float, whole: float, layout: Layout) -> flo
     return whole + split / layout.tensor_parallel + rows / layout.row_cut
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _Numbers(NamedTuple):
     """All of a layer's cost that does not change with its sizes, as arrays over its operators.
 
     `divisor`: over how many devices FLOPs are spread; `shape_divisor` [operators, 4] likewise for each dimension.
-    `phase` is 0 for F, 1 for I, 2 for W. `matmuls` and `attentions` are places of those operators, `peaks` the
-    shares of the peak that the largest matmuls reach, `work` the phase that an operator works like.
+    `kind` is 0 for memory, 1 for matmul, 2 for attention; `phase` 0 for F, 1 for I, 2 for W, `work` the phase that an
+    operator works like. `curve` is the number of its curve over bytes, or -1. `launch_ns` is what each launch costs
+    beside its kernel. Times in ns, rates per ns.
     """
 
     divisor: Floats
     shape_divisor: Floats
-    bytes_per_ns: Floats
+    kind: Ints
     phase: Ints
+    work: Ints
+    bytes_per_ns: Floats
+    curve: Ints
+    launch_ns: Floats
+    access_ns: float
+    floor_ns: float
+    flops_per_ns: float
+    bandwidth_per_ns: float
+
+
+class _Plan(NamedTuple):
+    numbers: _Numbers
     exchange_phase: Ints
-    matmuls: Ints
-    attentions: Ints
-    peaks: Floats
-    peak_flops: float
-    work: tuple[str, ...]
+    guessed: NDArray[np.bool_]
 
 
 @lru_cache(maxsize=4096)
 def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
     operators = structure.operators
-    cut = [_DIMENSION[operator.divided] for operator in operators]
     shape_divisor = np.ones((len(operators), 4))
-    for row, dimension in enumerate(cut):
+    for row, operator in enumerate(operators):
+        dimension = _DIMENSION[operator.divided]
         if dimension is not None:
             shape_divisor[row, dimension] = layout.tensor_parallel
-    memory = machine.memory
+    memory, overheads = machine.memory, machine.overheads
     shares = np.array([memory.factors.get(operator.name, memory.factor) for operator in operators])
-    matmuls = [row for row, operator in enumerate(operators) if operator.kind == "matmul"]
-    best = {"F": machine.matmul.forward, "I": machine.matmul.input, "W": machine.matmul.weight}
+    kind = np.array([("memory", "matmul", "attention").index(operator.kind) for operator in operators], np.int64)
+    curve = memory_curve(machine, [operator.name for operator in operators])
     work = ["F" if operator.again else operator.phase for operator in operators]
-    return _Plan(
+    launch = {"F": overheads.forward_ns, "I": overheads.backward_ns, "W": overheads.backward_ns}
+    unknown = (kind == 0) & (curve < 0) if memory.curves else np.zeros(len(operators), np.bool_)
+    numbers = _Numbers(
         divisor=shape_divisor.prod(axis=1),
         shape_divisor=shape_divisor,
-        bytes_per_ns=machine.memory_bandwidth * shares / 1e9,
+        kind=kind,
         phase=np.array(["FIW".index(operator.phase) for operator in operators], np.int64),
+        work=np.array(["FIW".index(phase) for phase in work], np.int64),
+        bytes_per_ns=machine.memory_bandwidth * shares / 1e9,
+        curve=curve,
+        launch_ns=np.array([launch[phase] for phase in work], np.float64),
+        access_ns=memory.access_ns,
+        floor_ns=machine.floor_ns,
+        flops_per_ns=machine.peak(layout.dtype) / 1e9,
+        bandwidth_per_ns=machine.memory_bandwidth / 1e9,
+    )
+    return _Plan(
+        numbers=numbers,
         exchange_phase=np.array(["FIW".index(exchange.phase) for exchange in structure.exchanges], np.int64),
-        matmuls=np.array(matmuls, np.int64),
-        attentions=np.array([row for row, operator in enumerate(operators) if operator.kind == "attention"], np.int64),
-        peaks=np.array([best[work[row]] for row in matmuls]),
-        peak_flops=machine.peak(layout.dtype),
-        work=tuple(work),
+        guessed=unknown if machine.calibrated else np.ones(len(operators), np.bool_),
     )
 
 
-def _matmul_ns(machine: Machine, plan: _Plan, flops: Floats, shapes: Floats) -> Floats:
-    table = machine.matmul
-    _, m, k, n = np.maximum(shapes[plan.matmuls], 1e-9).T
-    factors = plan.peaks / (1 + table.half_m / m + table.half_n / n + table.half_k / k)
-    if table.measured_forward or table.measured_input or table.measured_weight:
-        for place, row in enumerate(plan.matmuls.tolist()):
-            factors[place], _ = matmul_factor(machine, plan.work[row], m[place], k[place], n[place])
-    return 1e9 * flops[plan.matmuls] / (plan.peak_flops * factors)
+@numba.njit(cache=True)
+def _operators(table, factors, plan, degree, row_cut):  # type: ignore[no-untyped-def]
+    """(time of all launches in ns, bytes held meanwhile) of every operator on one device."""
+    size = len(table)
+    found, live = np.zeros(size), np.zeros(size)
+    for i in range(size):
+        row = table[i]
+        live[i] = row[LIVE_WHOLE] + row[LIVE_SPLIT] / degree + row[LIVE_ROWS] / row_cut
+        if row_cut > 1:
+            live[i] += row[GATHERED]
+        count = row[COUNT]
+        if count == 0:
+            continue
+        num_bytes = (row[BYTES_WHOLE] + row[BYTES_SPLIT] / degree + row[BYTES_ROWS] / row_cut) / count
+        flops = row[COUNTED_FLOPS] / (plan.divisor[i] * count)
+        if plan.curve[i] >= 0 and num_bytes > 0:
+            start, stop = factors.memory_start[plan.curve[i]], factors.memory_start[plan.curve[i] + 1]
+            each = num_bytes / (plan.bandwidth_per_ns * curve_share(factors, start, stop, num_bytes))
+        else:
+            each = plan.access_ns + num_bytes / plan.bytes_per_ns[i]
+        if plan.kind[i] == 1:
+            m, k, n = row[M] / count, row[K] / count, row[N] / count
+            cut = plan.shape_divisor[i]
+            share = matmul_share(factors, plan.work[i], m / cut[1], k / cut[2], n / cut[3])
+            each = max(each, flops / (plan.flops_per_ns * share))
+        elif plan.kind[i] == 2 and flops > 0:
+            share = attention_share(factors, min(plan.work[i], 1), flops)
+            each = max(each, flops / (plan.flops_per_ns * share))
+        found[i] = count * (max(each, plan.floor_ns) + plan.launch_ns[i])
+    return found, live
 
 
-def _attention_ns(machine: Machine, plan: _Plan, flops: Floats) -> list[float]:
-    rows = plan.attentions.tolist()
-    factors = [attention_factor(machine, plan.work[row], flops[row]) if flops[row] else 1.0 for row in rows]
-    return [1e9 * flops[row] / (plan.peak_flops * factor) for row, factor in zip(rows, factors, strict=True)]
+def _ruled(
+    counts: Counts, layout: Layout, plan: _Plan, operator_ns: Floats, rules: Sequence[Rule]
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Times, and which of them are guessed, after a user's rules: the first that knows an operator counts."""
+    operator_ns, guessed = operator_ns.copy(), plan.guessed.copy()
+    for i, operator in enumerate(counts.operators):
+        row = counts.table[i]
+        count = max(row[COUNT], 1)
+        num_bytes = row[BYTES_WHOLE] + row[BYTES_SPLIT] / layout.tensor_parallel + row[BYTES_ROWS] / layout.row_cut
+        launch = Launch(
+            flops=row[COUNTED_FLOPS] / (plan.numbers.divisor[i] * count),
+            num_bytes=num_bytes / count,
+            shape=tuple((row[BATCH : N + 1] / count / plan.numbers.shape_divisor[i]).tolist()),
+        )
+        ruled = next((ns for rule in rules if (ns := rule(operator, launch)) is not None), None)
+        if ruled is not None:
+            operator_ns[i], guessed[i] = ruled * row[COUNT], False
+    return operator_ns, guessed
 
 
 _DIMENSION = {"batch": 0, "m": 1, "k": 2, "n": 3, "none": None}

@@ -27,10 +27,11 @@ from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec
 from pipeweaver.model.part import PartView
 from pipeweaver.schedule.ir import Strategy
+from pipeweaver.semu.calls import Call, Kind, OperatorPhase, Trace, fuse_accumulation
 from pipeweaver.semu.kernels import Kernels, device_kernels
 from pipeweaver.semu.sharding import Cut, Divided, Role, Sharding, shard, whole_operand
 from pipeweaver.semu.symbolic import Fit, Sums, measure
-from pipeweaver.semu.trace import Call, Kind, OperatorPhase, Trace, fuse_accumulation, trace
+from pipeweaver.semu.trace import trace
 
 Floats = NDArray[np.float64]
 
@@ -131,10 +132,11 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """`num_bytes` of one layer's parameters by role of the matmul they are in."""
+    """`num_bytes` of one layer's parameters by role of the matmul they are in, and their number."""
 
     by_role: dict[Role, int]
     trainable: bool
+    number: int
 
     @property
     def num_bytes(self) -> int:
@@ -167,6 +169,7 @@ class LayerGraph:
         self.kernels = kernels
         self.fused_accumulation = fused_accumulation
         self.strategy = strategy
+        self.by_length = kernels == "cpu"
         self.num_traces = 0
         self.irregular = 0
         with torch.device("meta"), _WithoutValues():
@@ -182,7 +185,7 @@ class LayerGraph:
 
         `sums`: what `measure` says of the part, where it is known already.
         """
-        sums = measure(items, links, copies) if sums is None else sums
+        sums = measure(items, links, copies, by_length=self.by_length) if sums is None else sums
         names = tuple(sorted(sums, key=_order))
         family = self._fits.setdefault((names, _alike(items, links)), _Family(fit=Fit(names)))
         if copies > 2 and not family.irregular and not family.fit.spans(sums):
@@ -218,10 +221,11 @@ class LayerGraph:
         """The layer's parameters, or the one of that name: matrices cut over a tensor-parallel group, vectors whole,
         traced or not."""
         by_role: dict[Role, int] = {}
-        for parameter in [self.module.get_parameter(name)] if name else self.module.parameters():
+        chosen = [self.module.get_parameter(name)] if name else list(self.module.parameters())
+        for parameter in chosen:
             role: Role = "column" if parameter.dim() > 1 else "whole"
             by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
-        return Parameters(by_role=by_role, trainable=self.spec.trainable)
+        return Parameters(by_role=by_role, trainable=self.spec.trainable, number=len(chosen))
 
     def traced_parameters(self) -> Parameters:
         """The same by the roles that traces found: a patch embedding's matrix is whole. Only after a trace."""
@@ -231,7 +235,8 @@ class LayerGraph:
         for name, parameter in self.module.named_parameters():
             role = self.roles.get(name, "whole")
             by_role[role] = by_role.get(role, 0) + parameter.numel() * parameter.element_size()
-        self._traced_parameters = Parameters(by_role=by_role, trainable=self.spec.trainable)
+        number = len(list(self.module.parameters()))
+        self._traced_parameters = Parameters(by_role=by_role, trainable=self.spec.trainable, number=number)
         return self._traced_parameters
 
     def trace(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Trace:
@@ -359,9 +364,13 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[S
         else:
             lines[key] = (operator, numbers)
     storages = traced.storages
-    own_saved = {s for s in traced.saved if storages[s].role == "own"} - set(traced.outputs.values())
+    # A loss goes nowhere: it waits for its backward with what else is saved.
+    leaving = {number for name, number in traced.outputs.items() if name != "loss"}
+    own_saved = {s for s in traced.saved if storages[s].role == "own"} - leaving
+    own_saved |= {number for name, number in traced.outputs.items() if name == "loss"}
     produced = {number for call in traced.calls if call.phase == "W" for number, _ in call.writes}
-    held = {n for call in traced.calls if call.phase == "W" for n, _ in call.reads if storages[n].role == "own"}
+    keeps = ("own", "input")  # a linear map's input waits for W, wherever it comes from
+    held = {n for call in traced.calls if call.phase == "W" for n, _ in call.reads if storages[n].role in keeps}
     shared = {s for s in traced.saved if storages[s].role == "shared"}
     memory = np.array([_by_cut(numbers, sharding, traced) for numbers in (own_saved, held - produced, shared)])
     inputs = {storage.name: n for n, storage in enumerate(storages) if storage.role == "input"}

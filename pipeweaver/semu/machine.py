@@ -1,11 +1,10 @@
 """Machines as files: peaks, bandwidths, links, memory, and how much of them each kind of operator reaches.
 
     machine = load_machine("B200")                       # a shipped file, or a path to one of your own
-    matmul_factor(machine, "F", m, k, n)                 # share of the peak, by shape
     collective_ns(machine, "all_reduce", num_bytes, Group(size=64, per_island=8))
 
-A factor is the share of the peak that is reached. Shapes that were measured have the measured factor; all others
-follow the curve through the measurements of that machine, e / (1 + a/m + b/n + c/k): small dimensions cost
+A factor is the share of the peak that is reached (`factors.py`). Shapes that were measured have the measured factor;
+all others follow the curve through the measurements of that machine, e / (1 + a/m + b/n + c/k): small dimensions cost
 efficiency. Machines that nobody measured take curves of one that was, and say so in `calibrated`.
 Units: FLOP/s, bytes/s, bytes, nanoseconds.
 """
@@ -13,28 +12,41 @@ Units: FLOP/s, bytes/s, bytes, nanoseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from pipeweaver import toml
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=2)]
 Latency = Annotated[float, Meta(ge=0)]
-Floats = NDArray[np.float64]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "point_to_point"]
 
 
-class MatmulFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+Curve = tuple[tuple[Positive, Positive], ...]
+"""Rows [size, share of the peak], sizes ascending: between them the share follows the logarithm of the size."""
+
+
+class MatmulCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[[matmul.curves]]: factors of matmuls with the same weight. `phase` F and I: `fixed` are k and n, rows
+    [m, factor]; W: `fixed` are m and n, rows [k, factor]."""
+
+    phase: Literal["F", "I", "W"]
+    fixed: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]]
+    factors: Curve
+
+    def __post_init__(self) -> None:
+        check_curve(f"matmul {self.phase} {self.fixed[0]} x {self.fixed[1]}", self.factors)
+
+
+class MatmulFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[matmul]: asymptotic shares of the peak for the forward, input-gradient and weight-gradient matmul of
     C[m, n] = A[m, k] B[k, n], and the dimensions at which half of it is lost. `measured_*` rows are
-    [m, k, n, factor]."""
+    [m, k, n, factor]: these very shapes. `curves` hold weights that were measured at several numbers of rows."""
 
     forward: Share
     input: Share
@@ -45,11 +57,7 @@ class MatmulFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     measured_forward: tuple[tuple[int, int, int, Share], ...] = ()
     measured_input: tuple[tuple[int, int, int, Share], ...] = ()
     measured_weight: tuple[tuple[int, int, int, Share], ...] = ()
-
-    @cached_property
-    def measured(self) -> dict[str, dict[tuple[int, int, int], float]]:
-        tables = {"F": self.measured_forward, "I": self.measured_input, "W": self.measured_weight}
-        return {phase: {(m, k, n): factor for m, k, n, factor in rows} for phase, rows in tables.items()}
+    curves: tuple[MatmulCurve, ...] = ()
 
 
 class AttentionFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,23 +67,60 @@ class AttentionFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     FLOPs, below the first a launch takes as long as the first, above the last it keeps its factor.
     """
 
-    forward: tuple[tuple[Positive, Share], ...]
-    backward: tuple[tuple[Positive, Share], ...]
+    forward: Curve
+    backward: Curve
 
     def __post_init__(self) -> None:
-        for name, rows in (("forward", self.forward), ("backward", self.backward)):
-            flops = [row[0] for row in rows]
-            if not rows or flops != sorted(set(flops)):
-                raise ValueError(f"{name}: needs rows [FLOPs, factor] with ascending FLOPs")
+        check_curve("forward", self.forward)
+        check_curve("backward", self.backward)
 
 
 class MemoryFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[memory]: share of the bandwidth that operators bound by it reach, and what each access costs at least.
-    `factors` by operator name ("aten._log_softmax") where one differs."""
+    `factors` by operator name ("aten._log_softmax") where one differs. `curves` by operator name, over the bytes of a
+    launch, are measured launches with all that they cost: caches may be faster than the memory behind them."""
 
     factor: Share
     access_ns: Latency = 0.0
     factors: dict[str, Share] = {}
+    curves: dict[str, Curve] = {}
+
+    def __post_init__(self) -> None:
+        for name, rows in self.curves.items():
+            check_curve(name, rows)
+
+
+class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[overheads]: what costs time beside kernels, where it does not run beside them: on a CPU, Python and autograd.
+
+    `forward_ns` and `backward_ns` for every launch, `stage_*_ns` for every stage. A split backward costs
+    `split_ns` more for every launch of the forward, which has to put weight gradients off, and its second half takes
+    `split_weight` times what it takes in one; `recompute_ns` is what running a layer again costs beside its kernels.
+    """
+
+    forward_ns: Latency = 0.0
+    backward_ns: Latency = 0.0
+    stage_forward_ns: Latency = 0.0
+    stage_backward_ns: Latency = 0.0
+    split_ns: Latency = 0.0
+    split_weight: Positive = 1.0
+    recompute_ns: Latency = 0.0
+
+
+class OptimizerFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[optimizer]: share of the memory bandwidth that norm, clipping and step reach, and what each parameter costs
+    beside."""
+
+    factor: Share
+    parameter_ns: Latency = 0.0
+
+
+class LoadFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[loads.NAME]: time to load a tensor of a part from the data set and to bring it to the device."""
+
+    part_ns: Latency = 0.0
+    item_ns: Latency = 0.0
+    byte_ns: Latency = 0.0
 
 
 class CollectiveFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +169,9 @@ class Machine(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknow
     attention: AttentionFactors
     memory: MemoryFactors
     links: Links
+    overheads: Overheads = Overheads()
+    optimizer: OptimizerFactors | None = None
+    loads: dict[str, LoadFactors] = {}
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matmuls in a dtype. Raises ValueError if the machine file does not have it."""
@@ -163,26 +211,11 @@ def load_machine(name: str) -> Machine:
     return toml.convert(toml.read(path), "", Machine)
 
 
-def matmul_factor(machine: Machine, phase: str, m: float, k: float, n: float) -> tuple[float, bool]:
-    """(share of the peak, whether this very shape was measured) of one matmul C[m, n] = A[m, k] B[k, n].
-
-    A shape measured above what the curve says of the largest ran alone at a clock that no training step sustains;
-    it counts as the largest do.
-    """
-    table = machine.matmul
-    best = {"F": table.forward, "I": table.input, "W": table.weight}[phase]
-    measured = table.measured[phase].get((round(m), round(k), round(n)))
-    if measured is not None:
-        return min(measured, best), True
-    return best / (1 + table.half_m / m + table.half_n / n + table.half_k / k), False
-
-
-def attention_factor(machine: Machine, phase: str, flops: float) -> float:
-    """Share of the peak of one attention launch of so many FLOPs."""
-    rows = machine.attention.forward if phase == "F" else machine.attention.backward
-    if flops < rows[0][0]:
-        return rows[0][1] * flops / rows[0][0]
-    return float(np.interp(np.log(flops), [np.log(row[0]) for row in rows], [row[1] for row in rows]))
+def check_curve(name: str, rows: Curve) -> None:
+    """Raise ValueError unless there are rows, sizes ascending."""
+    sizes = [row[0] for row in rows]
+    if not rows or sizes != sorted(set(sizes)):
+        raise ValueError(f"{name}: needs rows [size, factor] with ascending sizes")
 
 
 def collective_ns(machine: Machine, kind: Collective, num_bytes: float, group: Group) -> float:

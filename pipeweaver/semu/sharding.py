@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeweaver.semu.trace import Call, OperatorPhase, Trace
+from pipeweaver.semu.calls import Call, OperatorPhase, Trace
 
 Cut = Literal["rows", "split", "whole"]
 Role = Literal["column", "row", "vocabulary", "sequence", "whole"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import groupby
 from math import lcm
 from operator import mul
 
@@ -25,14 +26,17 @@ Floats = NDArray[np.float64]
 Sums = dict[str, int]
 
 
-def measure(items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1) -> Sums:
+def measure(
+    items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1, *, by_length: bool = False
+) -> Sums:
     """Sums over the items of a part, `copies` times each, that counts may depend on; zeros left out.
 
     "parts" is 1. "tokens", "features"…: every size, summed. "squares": tokens squared. Per module that
     items are linked to, "vision.tokens"…: its sizes summed over links, and "vision.cross": tokens times
-    linked tokens.
+    linked tokens. With `by_length`, for machines where attention makes a call for every run of sequences of equal
+    length: "runs" of neighbours with equal tokens, "linked.runs" of those with equally many linked tokens too.
     """
-    sums: Sums = {"parts": 1, "items": len(items)}
+    sums: Sums = {"items": len(items)}
     for item, sources in zip(items, links, strict=True):
         tokens = item.sizes["tokens"]
         _add(sums, "squares", tokens * tokens)
@@ -42,7 +46,14 @@ def measure(items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int 
             for name, size in source.sizes.items():
                 _add(sums, f"{source.module}.{name}", size)
             _add(sums, f"{source.module}.cross", tokens * source.sizes["tokens"])
-    return {name: total * (1 if name == "parts" else copies) for name, total in sums.items() if total}
+    found = {"parts": 1} | {name: total * copies for name, total in sums.items() if total}
+    if by_length and items:
+        lengths = [item.sizes["tokens"] for item in items]
+        found["runs"] = _runs(lengths, copies)
+        if any(links):
+            both = zip(lengths, (sum(s.sizes["tokens"] for s in sources) for sources in links), strict=True)
+            found["linked.runs"] = _runs(list(both), copies)
+    return found
 
 
 class Fit:
@@ -96,6 +107,11 @@ class Fit:
 
 def _add(sums: Sums, name: str, size: int) -> None:
     sums[name] = sums.get(name, 0) + size
+
+
+def _runs(shapes: Sequence[object], copies: int) -> int:
+    """Runs of equal neighbours, where one copy after the other may go on with the run before."""
+    return copies * len(list(groupby(shapes))) - (copies - 1) * (shapes[0] == shapes[-1])
 
 
 def _independent_columns(rows: Sequence[Sequence[int]]) -> list[int]:

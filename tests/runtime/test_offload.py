@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeweaver.profile.live import LiveBytes
 from pipeweaver.runtime.offload import Copies, SavedTensors
 from pipeweaver.runtime.stage import run_backward, run_forward
+from tests.live import LiveBytes
 from tests.runtime.test_split import ROWS, WIDTH, Layer, double, make_chunk, view_of
 
 CPU = torch.device("cpu")

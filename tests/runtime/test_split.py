@@ -15,10 +15,10 @@ from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec, TensorSpec
 from pipeweaver.model.layers import run_attention
 from pipeweaver.model.part import PartView
-from pipeweaver.profile.live import LiveBytes
 from pipeweaver.runtime.offload import Copies
 from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.runtime.stage import BuiltChunk, BuiltLayer, run_backward, run_forward
+from tests.live import LiveBytes
 
 ROWS, WIDTH = 6, 4
 X = TensorSpec(name="x", width=WIDTH)

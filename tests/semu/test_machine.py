@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeweaver.semu.factors import attention_share, flat_factors, matmul_share
 from pipeweaver.semu.machine import (
     Group,
     Machine,
-    attention_factor,
     collective_ns,
     load_machine,
     machine_names,
-    matmul_factor,
     transfer_ns,
 )
 from pipeweaver.semu.tables import check_measurement, curve_error, matmul_curve, matmul_table
@@ -94,18 +93,42 @@ def test_unknown_machines_and_dtypes_are_refused(tmp_path: Path) -> None:
 
 
 def test_matmul_factors(tmp_path: Path) -> None:
-    tiny = machine(tmp_path)
-    assert matmul_factor(tiny, "F", 10, 5, 5) == (0.4, False)  # half of the best at the half dimension
-    assert matmul_factor(tiny, "F", 16, 16, 16) == (0.25, True)
-    assert matmul_factor(tiny, "F", 32, 32, 32) == (0.8, True)  # measured above what any size sustains
-    assert matmul_factor(tiny, "W", 16, 16, 16) == (pytest.approx(0.6 / (1 + 10 / 16)), False)
+    factors = flat_factors(machine(tmp_path))
+    assert matmul_share(factors, 0, 10.0, 5.0, 5.0) == pytest.approx(0.4)  # half of the best at the half dimension
+    assert matmul_share(factors, 0, 16.0, 16.0, 16.0) == 0.25
+    assert matmul_share(factors, 0, 32.0, 32.0, 32.0) == 0.8  # measured above what any size sustains
+    assert matmul_share(factors, 2, 16.0, 16.0, 16.0) == pytest.approx(0.6 / (1 + 10 / 16))
+
+
+def test_weights_measured_at_several_rows_have_a_curve_of_their_own(tmp_path: Path) -> None:
+    curves = """
+[[matmul.curves]]
+phase = "F"
+fixed = [5, 7]
+factors = [[10, 0.1], [1000, 0.3]]
+
+[[matmul.curves]]
+phase = "W"
+fixed = [7, 5]
+factors = [[10, 0.2]]
+"""
+    factors = flat_factors(machine(tmp_path, GOOD + curves))
+    assert matmul_share(factors, 0, 100.0, 5.0, 7.0) == pytest.approx(0.2)  # halfway in the logarithm
+    assert matmul_share(factors, 0, 10.0, 5.0, 7.0) == pytest.approx(0.1)
+    # Beyond the ends the general curve says how the share changes: half is lost at 10 rows.
+    assert matmul_share(factors, 0, 2.0, 5.0, 7.0) == pytest.approx(0.1 * (1 + 1) / (1 + 5))
+    assert matmul_share(factors, 0, 1e9, 5.0, 7.0) == pytest.approx(0.3 * (1 + 10 / 1000))
+    assert matmul_share(factors, 0, 100.0, 7.0, 5.0) == pytest.approx(0.8 / (1 + 10 / 100))
+    assert matmul_share(factors, 2, 7.0, 99.0, 5.0) == 0.2
+    with pytest.raises(ValueError, match="matmul F 5 x 7"):
+        machine(tmp_path, GOOD + curves.replace("[10, 0.1]", "[1000, 0.1]"))
 
 
 def test_attention_factors(tmp_path: Path) -> None:
-    tiny = machine(tmp_path)
-    assert attention_factor(tiny, "F", 1e7) == pytest.approx(0.4)
-    assert attention_factor(tiny, "F", 1e12) == pytest.approx(0.6)
-    assert 1e5 / attention_factor(tiny, "F", 1e5) == pytest.approx(1e6 / 0.2)  # no faster than the smallest measured
+    factors = flat_factors(machine(tmp_path))
+    assert attention_share(factors, 0, 1e7) == pytest.approx(0.4)
+    assert attention_share(factors, 0, 1e12) == pytest.approx(0.6)
+    assert 1e5 / attention_share(factors, 0, 1e5) == pytest.approx(1e6 / 0.2)  # no faster than the smallest measured
 
 
 def test_collectives_are_rings(tmp_path: Path) -> None:
@@ -128,8 +151,8 @@ def test_shipped_factors_are_those_of_the_tables(measured_data: Path) -> None:
         curve, found = matmul_curve(rows), load_machine(name).matmul
         for key, value in curve.items():
             assert getattr(found, key) == pytest.approx(value, rel=1e-3)
-        for phase, shapes in (("F", rows["forward"]), ("I", rows["input"]), ("W", rows["weight"])):
-            assert found.measured[phase] == {(m, k, n): factor for m, k, n, factor in shapes}
+        for phase, shapes in rows.items():
+            assert set(getattr(found, f"measured_{phase}")) == set(shapes)
         assert curve_error(rows, curve) < {"A100": 0.05, "B200": 0.11}[name]
 
 

@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLa
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2DecoderLayer
 from transformers.models.vit.modeling_vit import ViTConfig, ViTLayer
 
+from pipeweaver.semu.calls import Trace
 from pipeweaver.semu.kernels import device_kernels
-from pipeweaver.semu.trace import Trace, trace
+from pipeweaver.semu.trace import trace
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 

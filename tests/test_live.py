@@ -5,7 +5,7 @@ import gc
 import torch
 from torch import nn
 
-from pipeweaver.profile.live import LiveBytes
+from tests.live import LiveBytes
 
 
 def saved_by_hooks(run, known):

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from pipeweaver.profile.measured import LinkSample
+from pipeweaver.measure.records import LinkSample
 from pipeweaver.runtime.clock import make_clock
 from pipeweaver.runtime.transport import Address, Transport
 from pipeweaver.schedule.ir import ParameterGroup, Placement, Plan, Transfer
@@ -26,16 +26,19 @@ HOST_BYTES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 REPETITIONS = 9
 
 
-def profile_links(
-    transport: Transport, *, num_workers: int, num_replicas: int, device: torch.device
+def measure_links(
+    transport: Transport, *, num_workers: int, num_replicas: int, device: torch.device, per_host: int = 0
 ) -> tuple[tuple[LinkSample, ...], tuple[LinkSample, ...]]:
     """(transfers, reductions) that this worker took part in. All workers call this at the same time.
 
-    A sample of a transfer counts for both directions. Both ends report it.
+    A sample of a transfer counts for both directions. Both ends report it. `per_host` workers share a host, replica by
+    replica; 0 for all of them.
     """
     plan = _probe_plan(num_workers, num_replicas)
     transport.prepare(plan)
     me = transport.address.worker
+    base = transport.address.replica * num_workers
+    host_of = [(base + worker) // per_host if per_host else 0 for worker in range(num_workers)]
     transfers: list[LinkSample] = []
     for pairs in tournament(num_workers):
         transport.barrier()
@@ -44,20 +47,28 @@ def profile_links(
                 for num_bytes in TRANSFER_BYTES:
                     duration_ns = _ping_pong(transport, plan, me == one, (one, other), num_bytes, device)
                     for ends in ((one, other), (other, one)):
-                        transfers.append(LinkSample(ends=ends, num_bytes=num_bytes, duration_ns=duration_ns))
+                        crosses = host_of[one] != host_of[other]
+                        transfers.append(
+                            LinkSample(ends=ends, num_bytes=num_bytes, duration_ns=duration_ns, crosses=crosses)
+                        )
     reductions: list[LinkSample] = []
     for group in plan.groups:
         members = [Address(replica, holder) for replica in range(num_replicas) for holder in group.holders]
         transport.barrier()
+        hosts = {(m.replica * num_workers + m.worker) // per_host if per_host else 0 for m in members}
         if transport.address in members and len(members) > 1:
             for num_bytes in REDUCTION_BYTES:
                 duration_ns = _reduction(transport, members, num_bytes, device)
-                reductions.append(LinkSample(ends=(len(members),), num_bytes=num_bytes, duration_ns=duration_ns))
+                reductions.append(
+                    LinkSample(
+                        ends=(len(members),), num_bytes=num_bytes, duration_ns=duration_ns, crosses=len(hosts) > 1
+                    )
+                )
     transport.barrier()
     return tuple(transfers), tuple(reductions)
 
 
-def profile_host(device: torch.device) -> tuple[LinkSample, ...]:
+def measure_host(device: torch.device) -> tuple[LinkSample, ...]:
     """Copies to pinned host memory and back, each the slower of the two; none for a CPU, whose memory is the host's."""
     if device.type != "cuda":
         return ()

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from pipeweaver.data.items import linked
+from pipeweaver.measure.parts import records_of
 from pipeweaver.model.build import build_graph, materialise
 from pipeweaver.model.graph import Flow
 from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.part import PartView
 from pipeweaver.model.vit import VitConfig
-from pipeweaver.profile.live import LiveBytes
-from pipeweaver.profile.parts import records_of
 from pipeweaver.runtime.stage import build_chunk, run_backward, run_forward
 from pipeweaver.schedule.ir import Chunk
+from tests.live import LiveBytes
 
 ENDS = [("vision", 0, 2), ("vision", 1, 3), ("language", 0, 3), ("language", 1, 2)]
 

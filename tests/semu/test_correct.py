@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from pipeweaver.data.items import Item
-from pipeweaver.profile.correct import updated
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Part, Placement, Plan, Span, Stage
+from pipeweaver.semu.correct import uncorrected_ns, updated
 
 
 def plan_of(durations):
@@ -45,26 +45,42 @@ def measurement_of(durations):
 
 
 def test_factors_find_the_truth_with_plans_made_a_step_ahead():
-    true, table = {"vision": 130_000, "language": 80_000}, {"vision": 100_000, "language": 100_000}
+    true, known = {"vision": 130_000, "language": 80_000}, {"vision": 100_000, "language": 100_000}
     factors = [{}, {}]
-    for _ in range(40):
-        planned = {name: round(ns * factors[-2].get(name, 1.0)) for name, ns in table.items()}
+    for _ in range(60):
+        planned = {name: round(ns * factors[-2].get((name, 0), 1.0)) for name, ns in known.items()}
         factors.append(updated(factors[-1], [plan_of(planned)], [measurement_of(true)]))
-    assert factors[-1]["vision"] == pytest.approx(1.3, rel=0.01)
-    assert factors[-1]["language"] == pytest.approx(0.8, rel=0.01)
+    assert factors[-1]["vision/0"] == pytest.approx(1.3, rel=0.01)
+    assert factors[-1]["language/0"] == pytest.approx(0.8, rel=0.01)
 
 
 def test_one_disturbed_step_does_little():
     plan = plan_of({"vision": 1_000})
-    assert updated({}, [plan], [measurement_of({"vision": 1_000_000})])["vision"] < 1.25
+    assert updated({}, [plan], [measurement_of({"vision": 1_000_000})])["vision/0"] < 1.25
 
 
 def test_modules_without_stages_keep_their_factor():
     plan = plan_of({"vision": 1_000})
-    assert updated({"language": 1.1}, [plan], [measurement_of({"vision": 1_000})]) == {"language": 1.1, "vision": 1.0}
+    assert updated({"language/0": 1.1}, [plan], [measurement_of({"vision": 1_000})]) == {
+        "language/0": 1.1,
+        "vision/0": 1.0,
+    }
 
 
 def test_replicas_count_together():
     plans = [plan_of({"vision": 1_000}), replace(plan_of({"vision": 3_000}), replica=1)]
     measured = [measurement_of({"vision": 2_000}), measurement_of({"vision": 2_000})]
-    assert updated({}, plans, measured)["vision"] == pytest.approx(1.0)
+    assert updated({}, plans, measured)["vision/0"] == pytest.approx(1.0)
+
+
+def test_workers_are_corrected_each_for_itself():
+    plan = plan_of({"vision": 1_000})
+    chunks = (*plan.placement.chunks, replace(plan.placement.chunks[0], worker=1))
+    other = Compute(stage=Stage(1, 0, "F"), duration_ns=1_000)
+    plan = replace(plan, placement=Placement(workers=2, chunks=chunks), actions=(*plan.actions, (other,)))
+    measured = Measurement(spans=((Span(0, 1_000),), (Span(0, 1_500),)), transfers=(), step_ns=1_500)
+    factors = updated({}, [plan], [measured])
+    assert factors["vision/0"] == 1.0 and factors["vision/1"] > 1.05
+    corrected = replace(plan, actions=(plan.actions[0], (replace(other, duration_ns=1_100),)))
+    assert uncorrected_ns([corrected], {"vision/1": 1.1}) == 1_000
+    assert uncorrected_ns([corrected], {}) == 1_100

@@ -9,12 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeweaver.data.items import Batch, Item, linked
 from pipeweaver.model.graph import ModelGraph, Module, positions
-from pipeweaver.profile.fit import Sizes
+
+
+class Sizes(NamedTuple):
+    """What the cost of a part can depend on: sums over its items. `mixed` are the rows where items differ in length."""
+
+    one: int = 1
+    items: int = 0
+    rows: int = 0
+    squares: int = 0
+    mixed: int = 0
+    units: int = 0
+    linked: int = 0
+    cross: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +63,13 @@ def sizes_of(
 
 
 def choose_parts(graph: ModelGraph, module: Module, batches: Sequence[Batch], count: int) -> list[SamplePart]:
-    """At most `count` parts, largest first. Raises ValueError if no batch has an item of the module."""
+    """At most `count` parts, largest first; none if no batch has an item of the module."""
     reads = tuple(dict.fromkeys(name for _, layer in positions(module) for name in layer.reads))
     found: dict[Sizes, SamplePart] = {}
     for part in _candidates(module, batches):
         found.setdefault(sizes_of(graph, module, reads, part.items, part.links), part)
     if not found:
-        raise ValueError(
-            f"none of {len(batches)} batches has an item of module {module.name}: there is nothing to calibrate it on; "
-            "more batches, or a model without it"
-        )
+        return []
     sizes = sorted(found, key=lambda s: (s.rows, s), reverse=True)
     places = np.log1p(np.array(sizes, dtype=np.float64))
     chosen = [0]
@@ -73,9 +83,9 @@ def choose_parts(graph: ModelGraph, module: Module, batches: Sequence[Batch], co
 
 
 def largest(graph: ModelGraph, module: Module, batches: Sequence[Batch]) -> Sizes:
-    """Sizes of the part with the most rows, for a layer that reads nothing. Raises ValueError as `choose_parts`."""
-    part = choose_parts(graph, module, batches, 1)[0]
-    return sizes_of(graph, module, (), part.items, part.links)
+    """Sizes of the part with the most rows, for a layer that reads nothing; zeros if there is none."""
+    parts = choose_parts(graph, module, batches, 1)
+    return sizes_of(graph, module, (), parts[0].items, parts[0].links) if parts else Sizes()
 
 
 def records_of(batches: Sequence[Batch]) -> dict[str, int]:

@@ -8,10 +8,22 @@ import torch
 from pipeweaver.data.dataset import load_part
 from pipeweaver.data.digits import DigitsDataset
 from pipeweaver.data.loader import Loader
-from pipeweaver.profile.layers import profile_layers
-from pipeweaver.profile.measured import LinkSample, Profile
-from pipeweaver.profile.table import TableCosts, merge
-from tests.profile.cases import make_graph
+from pipeweaver.measure.fit import Named, fit_machine
+from pipeweaver.measure.grid import measure_grid
+from pipeweaver.measure.layers import measure_layers
+from pipeweaver.measure.records import LinkSample, Measured
+from pipeweaver.semu.costs import SemuCosts, plain_optimizer
+from tests.measure.cases import make_graph
+
+NAMED = Named(
+    name="here",
+    source="a test",
+    calibrated="today, one worker busy",
+    memory_bytes=1 << 32,
+    devices_per_island=64,
+    kernels="cpu",
+    dtype="float32",
+)
 
 
 @pytest.fixture(scope="session")
@@ -36,26 +48,38 @@ def load(dataset):
 
 
 @pytest.fixture(scope="session")
-def profile(graph, batches, load):
+def measured(graph, batches, load):
     torch.set_num_threads(1)
-    layers, stage = profile_layers(
+    cpu, dtype = torch.device("cpu"), torch.float32
+    found = measure_layers(
         graph,
         batches,
         load,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+        device=cpu,
+        dtype=dtype,
         barrier=lambda: None,
         seconds_per_variant=0.05,
+        core_time=True,
     )
+    grid, floor_ns = measure_grid(cpu, dtype, lambda: None, core_time=True)
     links = [
         LinkSample(ends=ends, num_bytes=size, duration_ns=1000 + size // 8)
         for ends in ((0, 1), (1, 0))
         for size in (1 << 10, 1 << 20)
     ]
     reductions = [LinkSample(ends=(2,), num_bytes=size, duration_ns=5000 + size) for size in (8, 1 << 20)]
-    return Profile(layers=layers, stage=stage, transfers=tuple(links), reductions=tuple(reductions))
+    return Measured(
+        **found._asdict(), grid=grid, floor_ns=floor_ns, transfers=tuple(links), reductions=tuple(reductions)
+    )
 
 
 @pytest.fixture(scope="session")
-def costs(graph, profile):
-    return TableCosts(merge([profile, profile], fingerprint="f", source="a profile", dtype="float32"), graph)
+def machine(measured):
+    return fit_machine([measured, measured], NAMED)
+
+
+@pytest.fixture(scope="session")
+def costs(graph, dataset, machine):
+    return SemuCosts(
+        graph, machine, dtype="float32", widths=dataset.widths, optimizer=plain_optimizer("float32"), workers=2
+    )

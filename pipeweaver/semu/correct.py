@@ -1,0 +1,89 @@
+"""Let measured steps correct the costs: a factor per module and worker on the times of its stages.
+
+A machine is measured once; it may be warmer, busier or shared by then, and one worker more than another. After a step
+in which the stages of vision on worker 1 took 10 % longer than planned, their factor rises by a part of that:
+
+    factors = updated(factors, plans, measurements)      {"vision/0": 1.0, "vision/1": 1.03, "language/0": 1.0}
+    costs = costs.corrected(factors)                     what later plans are made with
+    uncorrected_ns(plans, factors)                       what the step would have been predicted to take without
+
+Factors are inputs of planning like all costs, so a run that lets them in is repeated by replaying its plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pipeweaver.schedule.emulate import emulate
+from pipeweaver.schedule.ir import Compute, Measurement, Plan
+
+GAIN = 0.2
+"""Part of a step's deviation that is taken over. Plans are made a step ahead, so much more would overshoot."""
+
+MOST = 2.0
+"""A stage counts as at most this many times too slow, or too fast: one disturbance must not spoil the costs."""
+
+Factors = Mapping[str, float]
+"""By module and worker (`key_of`); 1 where there is none."""
+
+
+def key_of(module: str, worker: int) -> str:
+    """Under which a module on a worker has its factor."""
+    return f"{module}/{worker}"
+
+
+def rounded(factors: Factors) -> dict[str, float]:
+    """To the hundredth: costs that differ by less are one, so that what was planned with them can be used again."""
+    return {key: round(factor, 2) for key, factor in factors.items()}
+
+
+def updated(factors: Factors, plans: Sequence[Plan], measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Factors after a step, from the plans of all its replicas and what was measured of each."""
+    result = dict(factors)
+    for key, (measured_ns, planned_ns) in _stage_times(plans, measurements).items():
+        if measured_ns and planned_ns:
+            result[key] = result.get(key, 1.0) * (measured_ns / planned_ns) ** GAIN
+    return result
+
+
+def uncorrected_ns(plans: Sequence[Plan], factors: Factors) -> int:
+    """The step of plans that were made with these factors, as it would be predicted without them."""
+    return max(span.end_ns for plan in plans for spans in emulate([_without(plan, factors)])[0].spans for span in spans)
+
+
+def _without(plan: Plan, factors: Factors) -> Plan:
+    chunks = plan.placement.chunks
+
+    def duration_ns(action: Compute) -> int:
+        chunk = chunks[action.stage.chunk]
+        return round(action.duration_ns / factors.get(key_of(chunk.module, chunk.worker), 1.0))
+
+    return msgspec.structs.replace(
+        plan,
+        actions=tuple(
+            tuple(
+                msgspec.structs.replace(action, duration_ns=duration_ns(action))
+                if isinstance(action, Compute)
+                else action
+                for action in actions
+            )
+            for actions in plan.actions
+        ),
+    )
+
+
+def _stage_times(plans: Sequence[Plan], measurements: Sequence[Measurement]) -> dict[str, tuple[float, float]]:
+    """(measured, planned) time of all stages of each module on each worker, nanoseconds; replicas together."""
+    found: dict[str, tuple[float, float]] = {}
+    for plan, measurement in zip(plans, measurements, strict=True):
+        for worker, (actions, spans) in enumerate(zip(plan.actions, measurement.spans, strict=True)):
+            for action, span in zip(actions, spans, strict=True):
+                if isinstance(action, Compute):
+                    planned = action.duration_ns
+                    taken = min(max(span.end_ns - span.start_ns, planned / MOST), planned * MOST)
+                    key = key_of(plan.placement.chunks[action.stage.chunk].module, worker)
+                    measured, before = found.get(key, (0.0, 0.0))
+                    found[key] = measured + taken, before + planned
+    return found
