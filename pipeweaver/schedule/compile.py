@@ -16,7 +16,8 @@ Example, one image part and one text part on two workers:
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.actions import build_actions, order_transfers, place_copies
 from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.connect import Ints
-from pipeweaver.schedule.emulate import Queue, emulate_flat
+from pipeweaver.schedule.emulate import FlatTimeline, Queue, emulate_flat
 from pipeweaver.schedule.flat import (
     COMPUTE,
     LOAD,
@@ -62,6 +63,9 @@ from pipeweaver.schedule.stages import (
 )
 from pipeweaver.schedule.timing import OrderError, StageTimes, time_stages
 
+Strategies = tuple[tuple[tuple[Strategy, ...], ...], ...]
+"""Of every layer of every part of every chunk; none means that all is kept."""
+
 
 def compile_plan(
     graph: ModelGraph,
@@ -85,36 +89,81 @@ def compile_plan(
 def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue = "pair") -> FlatPlan:
     """The same as flat arrays, from stages that are known already."""
     orders = orders_of(step, draft)
+    bare = _bare(step, draft, orders, lead)
+    found = _emulated(bare, queue)
+    # What memory strategies cost is no work that has to be done.
+    kept = stage_graph(step, step.costs, orders.split)
+    prediction = FlatPrediction(
+        *found.timeline,
+        makespan_ns=found.makespan_ns,
+        step_ns=found.step_ns,
+        peak_bytes=found.peak_bytes,
+        useful_ns=sum(step.work.values()),
+        lower_bound_ns=lower_bound_ns(kept, orders),
+    )
+    return replace(bare, order=_flat_stages(step, orders), edges=_flat_edges(step), prediction=prediction)
+
+
+class Emulated(NamedTuple):
+    """A step of one replica, emulated alone: times of actions and transfers, and the most that each worker holds."""
+
+    step_ns: int
+    makespan_ns: int
+    peak_bytes: tuple[int, ...]
+    timeline: FlatTimeline
+
+
+def emulate_orders(
+    step: StepStages, orders: Orders, *, strategies: Strategies = (), lead: int = 1, queue: Queue = "pair"
+) -> Emulated:
+    """What `compile_flat` would predict of a draft with these orders and strategies, without the plan: for those who
+    ask again and again. Raises ValueError as it does."""
+    return _emulated(_bare(step, _draft(step, strategies), orders, lead), queue)
+
+
+def _draft(step: StepStages, strategies: Strategies) -> Draft:
+    return Draft(
+        placement=step.placement,
+        parts=step.parts,
+        order=(),
+        strategies=strategies,
+        forward_only=step.forward_only,
+        policy="",
+        seed=0,
+        rounds=0,
+    )
+
+
+def _bare(step: StepStages, draft: Draft, orders: Orders, lead: int) -> FlatPlan:
+    """A plan without order, edges and prediction: all that its emulation takes."""
     strategies, used = _strategies(step, draft)
     costs = step.costs if not draft.strategies else _priced(step, strategies, used)
     graph = stage_graph(step, costs, orders.split)
     times = _time(step, draft, graph, orders)
     transfers, posts = _transfers(step, orders, times, lead)
     ending = _ending_of(step, draft.forward_only)
-    actions = _actions(step, costs, graph, orders, times, transfers, posts, ending, strategies, used)
-    flat = FlatPlan(
+    none = ints([])
+    return FlatPlan(
         head=_head(step, draft, ending),
         names=tuple(_names(step)),
         loads=step.wiring.loads,
         strategies=strategies,
-        order=_flat_stages(step, orders),
-        edges=_flat_edges(step),
+        order=FlatStages(none, none, none, none),
+        edges=FlatEdges(*[none] * len(FlatEdges._fields)),
         transfers=transfers,
-        actions=actions,
+        actions=_actions(step, costs, graph, orders, times, transfers, posts, ending, strategies, used),
     )
+
+
+def _emulated(flat: FlatPlan, queue: Queue) -> Emulated:
     (timeline,) = emulate_flat([flat], queue)
-    is_stage = actions.kind == COMPUTE
-    # What memory strategies cost is no work that has to be done.
-    kept = graph if costs is step.costs else stage_graph(step, step.costs, orders.split)
-    prediction = FlatPrediction(
-        *timeline,
-        makespan_ns=int(timeline.end_ns[is_stage].max(initial=0)),
+    is_stage = flat.actions.kind == COMPUTE
+    return Emulated(
         step_ns=int(timeline.end_ns.max(initial=0)),
+        makespan_ns=int(timeline.end_ns[is_stage].max(initial=0)),
         peak_bytes=flat_peak_bytes(flat),
-        useful_ns=sum(step.work.values()),
-        lower_bound_ns=lower_bound_ns(kept, orders),
+        timeline=timeline,
     )
-    return FlatPlan(**{**flat.__dict__, "prediction": prediction})
 
 
 def _time(step: StepStages, draft: Draft, graph: StageGraph, orders: Orders) -> StageTimes:

@@ -90,7 +90,8 @@ class SemuCosts:
 
     `tensor_parallel` devices make up a worker. `widths` are the columns of loaded tensors ("pixels").
     `rules` override operators. `workers` is the number of workers of a replica: where they fill their
-    islands, replicas are reached over the network between islands.
+    islands, replicas are reached over the network between islands. With `reuse=False` nothing is shared between
+    equal layers, parts and workers, and every question is answered from the traces.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class SemuCosts:
         optimizer: Optimizer | None = None,
         workers: int = 1,
         rules: Sequence[Rule] = (),
+        reuse: bool = True,
     ) -> None:
+        self.reuse = reuse
         self.graph = graph
         self.machine = machine
         self.layout = Layout(tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, dtype=dtype)
@@ -115,7 +118,7 @@ class SemuCosts:
         self.widths = dict(widths or {})
         self.source = _source(machine, tensor_parallel)
         machine.peak(dtype)
-        self._modules = module_layers(graph, getattr(torch, dtype), self.widths, machine.kernels)
+        self._modules = module_layers(graph, getattr(torch, dtype), self.widths, machine.kernels, reuse)
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
         self._known: dict[tuple[LayerGraph, object, int], LayerCost] = {}
@@ -128,7 +131,7 @@ class SemuCosts:
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         runs = self._runs(chunk.module, chunk.start, chunk.stop)
         key = (runs, self._sizes(items, links))
-        if key not in self._stages:
+        if key not in self._stages or not self.reuse:
             self._stages[key] = self._stage(runs, items, links, key[1])
         factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
         return self._stages[key] if factor == 1.0 else slower(self._stages[key], factor)
@@ -188,6 +191,22 @@ class SemuCosts:
             return round(memory.access_ns + 1e9 * moved / (self.machine.memory_bandwidth * memory.factor))
         beside = parameters.number * found.parameter_ns
         return round(beside + 1e9 * moved / (self.machine.memory_bandwidth * found.factor))
+
+    def anew(self) -> SemuCosts:
+        """The same costs with nothing known, nor reused."""
+        found = SemuCosts(
+            self.graph,
+            self.machine,
+            tensor_parallel=self.layout.tensor_parallel,
+            sequence_parallel=self.layout.sequence_parallel,
+            dtype=self.layout.dtype,
+            widths=self.widths,
+            optimizer=self.optimizer,
+            workers=self.workers,
+            rules=self.rules,
+            reuse=False,
+        )
+        return found.corrected(self._factors) if self._factors else found
 
     def corrected(self, factors: Factors) -> SemuCosts:
         """The same costs with times of stages multiplied by a factor per module and worker (`correct.py`); 1 where there
@@ -288,7 +307,8 @@ class SemuCosts:
         held: list[int] = []
         before = None
         for run, cost in zip(runs, costs, strict=True):
-            forward += run.repeats * cost.phase_ns["F"]
+            # Whole nanoseconds, so that equal layers together take what they take one by one.
+            forward += run.repeats * round(cost.phase_ns["F"])
             for name in cost.counts.structure.loaded:
                 num_bytes = cost.counts.tensor_bytes(name)
                 loaded += num_bytes
@@ -296,8 +316,8 @@ class SemuCosts:
             own.append(0)
             held.append(0)
             if run.backward:
-                first += run.repeats * cost.phase_ns["I"]
-                second += run.repeats * cost.phase_ns["W"]
+                first += run.repeats * round(cost.phase_ns["I"])
+                second += run.repeats * round(cost.phase_ns["W"])
                 weight += run.repeats * cost.weight_bytes * degree
                 own[-1] = cost.saved_bytes * degree
                 entering = _between_bytes(before, cost, self.layout) if before else 0
@@ -306,7 +326,7 @@ class SemuCosts:
             before = cost
         learns = [run.backward for run in runs]
         # Each kind of layer has the part make its own tables.
-        shared = {id(run.layer): cost.shared_bytes for run, cost in zip(runs, costs, strict=True)}
+        shared = {run.layer.spec.kind: cost.shared_bytes for run, cost in zip(runs, costs, strict=True)}
         beside = self.machine.overheads
         forward += beside.stage_forward_ns
         backward = first + second + beside.stage_backward_ns if any(learns) else 0.0
@@ -342,7 +362,7 @@ class SemuCosts:
         copies: int = 1,
     ) -> LayerCost:
         key = (layer, sizes, copies)
-        if key not in self._known:
+        if key not in self._known or not self.reuse:
             # Layers of one part follow each other: they share its sums.
             if self._sums is None or self._sums[:2] != (sizes, copies):
                 self._sums = (sizes, copies, measure(items, links, copies, by_length=layer.by_length))

@@ -17,11 +17,11 @@ from pipeweaver.semu.layer import Input, LayerGraph
 
 
 def module_layers(
-    graph: ModelGraph, dtype: torch.dtype, widths: Mapping[str, int], kernels: Kernels
+    graph: ModelGraph, dtype: torch.dtype, widths: Mapping[str, int], kernels: Kernels, reuse: bool = True
 ) -> dict[str, dict[int, tuple[LayerGraph, bool]]]:
     """By module and position (-1 for `before`, n for `after`): the layer, and whether it takes part in the backward.
 
-    Layers of equal kind and inputs share one graph.
+    Layers of equal kind and inputs share one graph, unless nothing is to be reused.
     """
     gradients = Gradients(graph)
     shared: dict[object, LayerGraph] = {}
@@ -31,7 +31,7 @@ def module_layers(
         for position, spec in positions(module):
             inputs = _inputs(graph, module, position, spec, gradients)
             key = (spec.kind, spec.trainable, inputs)
-            if key not in shared:
+            if key not in shared or not reuse:
                 shared[key] = LayerGraph(spec, inputs, dtype=dtype, widths=widths, kernels=kernels)
             modules[module.name][position] = (shared[key], gradients.backward[module.name, position])
     return modules

@@ -48,7 +48,7 @@ def test_factors_find_the_truth_with_plans_made_a_step_ahead():
     true, known = {"vision": 130_000, "language": 80_000}, {"vision": 100_000, "language": 100_000}
     factors = [{}, {}]
     for _ in range(60):
-        planned = {name: round(ns * factors[-2].get((name, 0), 1.0)) for name, ns in known.items()}
+        planned = {name: round(ns * factors[-2].get(f"{name}/0", 1.0)) for name, ns in known.items()}
         factors.append(updated(factors[-1], [plan_of(planned)], [measurement_of(true)]))
     assert factors[-1]["vision/0"] == pytest.approx(1.3, rel=0.01)
     assert factors[-1]["language/0"] == pytest.approx(0.8, rel=0.01)
