@@ -18,14 +18,14 @@ from pipeweaver.semu.machine import load_machine
 from pipeweaver.semu.step import StepEmulator
 from tests.semu.layers import WIDTHS, image, text, tiny_vlm
 
-GRAPH = tiny_vlm(4)
+GRAPH = tiny_vlm(2)
 
 
 def costs() -> SemuCosts:
     return SemuCosts(GRAPH, load_machine("H800"), widths=WIDTHS, workers=2)
 
 
-def share(draw: random.Random, microbatches: int = 4) -> Share:
+def share(draw: random.Random, microbatches: int = 3) -> Share:
     items: list[Item] = []
     links: list[tuple[int, int]] = []
     groups = []
@@ -73,15 +73,14 @@ def other_sizes(draw: random.Random, one: Share) -> Share:
     return replace(one, items=tuple(items))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("policy", ["interleaved-1f1b", "gpipe", "1f1b"])
-def test_emulating_again_is_emulating_anew(policy: str, seed: int) -> None:
-    draw = random.Random(seed)
+@pytest.mark.parametrize("policy", ["interleaved-1f1b", "gpipe"])
+def test_emulating_again_is_emulating_anew(policy: str) -> None:
+    draw = random.Random(policy)
     one = share(draw)
     made = draft(one, policy)
     again = StepEmulator(GRAPH, made.placement, costs(), dtype="bfloat16")
     anew = StepEmulator(GRAPH, made.placement, costs(), dtype="bfloat16", reuse=False)
-    for _ in range(4):
+    for _ in range(3):
         step = StepStages(GRAPH, made.placement, one, made.parts, costs(), dtype="bfloat16")
         orders = orders_of(step, made)
         found = again.emulate(one, made.parts, orders)
@@ -98,11 +97,29 @@ def test_emulating_again_is_emulating_anew(policy: str, seed: int) -> None:
     assert anew.resized == 0
 
 
+def test_a_step_made_from_the_one_before_is_that_step() -> None:
+    draw = random.Random(5)
+    one = share(draw)
+    made = draft(one)
+    again, known = StepEmulator(GRAPH, made.placement, costs(), dtype="bfloat16"), costs()
+    for _ in range(30):
+        found = again.stages(one, made.parts)
+        fresh = StepStages(GRAPH, made.placement, one, made.parts, known, dtype="bfloat16")
+        assert found.stage_costs == fresh.stage_costs
+        for name in ("edge_bytes", "lag_ns", "output_bytes", "is_whole", "grad"):
+            assert np.array_equal(getattr(found, name), getattr(fresh, name)), name
+        for field, column in fresh.costs._asdict().items():
+            assert np.array_equal(getattr(found.costs, field), column), field
+        assert np.array_equal(found.edges.num_rows, fresh.edges.num_rows)
+        one = other_sizes(draw, one)
+    assert again.resized == 29
+
+
 def test_another_order_keeps_the_stages() -> None:
     one = share(random.Random(1))
     first, second = draft(one, "1f1b"), draft(one, "gpipe")
     again = StepEmulator(GRAPH, first.placement, costs(), dtype="bfloat16")
-    for made in (first, replace(first, order=second.order), first):
+    for made in (first, replace(first, order=second.order)):
         step = again.stages(one, first.parts)
         assert step is again.stages(one, first.parts)
         anew = StepEmulator(GRAPH, first.placement, costs(), dtype="bfloat16", reuse=False)
