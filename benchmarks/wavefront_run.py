@@ -35,7 +35,6 @@ from pipeweaver.data.items import Batch
 from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.build import materialise, named_parameters
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.profile.correct import updated
 from pipeweaver.runtime import prepare, process
 from pipeweaver.runtime.ahead import Planning, plan_batch
 from pipeweaver.runtime.exchange import Exchange
@@ -46,6 +45,7 @@ from pipeweaver.runtime.relocate import homes_of, relocate, relocation
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
+from pipeweaver.semu.correct import Factors, updated
 
 CONFIG = Path(__file__).parents[1] / "examples" / "multitask.toml"
 FULL, QUICK = (6, 6), (1, 4)
@@ -85,6 +85,7 @@ def work(path: Path, blocks: int, size: int) -> None:
             graph,
             sample,
             load_items,
+            widths=prepare.job_widths(datasets),
             transport=transport,
             exchange=exchange,
             conditions=conditions(job.workers, membership.device, job.run.dtype),
@@ -126,7 +127,7 @@ class Comparison:
         placements = _from_first({way: planning.placement for way, planning in self.plannings.items()})
         self.workers = {way: self._worker(placement) for way, placement in placements.items()}
         self.measured: dict[str, list[Step]] = {way: [] for way in WAYS}
-        self.factors: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+        self.factors: dict[str, Factors] = {way: {} for way in WAYS}
 
     def run(self, block: int, batches: Sequence[Batch]) -> None:
         turn = block % len(WAYS)
