@@ -15,6 +15,9 @@ import msgspec
 
 from pipeweaver.data.items import Share
 
+ROOM = 1.1
+"""Microbatches as drawn are full: without some more room nothing could change places."""
+
 
 def merged(share: Share, count: int) -> Share:
     """`count` neighbouring microbatches in one; the last one may be smaller."""
@@ -29,7 +32,7 @@ def merged(share: Share, count: int) -> Share:
 
 
 def evened(share: Share, item_costs: Sequence[int], backbone: str) -> Share:
-    """As many microbatches of about equal cost, none with more rows of the backbone than the largest one drawn.
+    """As many microbatches of about equal cost, none with `ROOM` times more rows of the backbone than the largest drawn.
 
     The costliest samples go first, each to the microbatch with the least cost that has room; the share as it is if
     a sample finds none. `item_costs`: one number per item.
@@ -42,7 +45,7 @@ def evened(share: Share, item_costs: Sequence[int], backbone: str) -> Share:
     def rows(items: Sequence[int]) -> int:
         return sum(share.items[i].sizes["tokens"] for i in items if share.items[i].module == backbone)
 
-    room = max((rows(group) for group in share.microbatches), default=0)
+    room = ROOM * max((rows(group) for group in share.microbatches), default=0)
     count = len(share.microbatches)
     chosen: list[list[list[int]]] = [[] for _ in range(count)]
     cost, taken = [0] * count, [0] * count
