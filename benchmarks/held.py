@@ -1,6 +1,6 @@
 """Scheduling instances from a file, for the planner's search: `python -m benchmarks.search --held FILE`.
 
-The file is JSON, one list of instances (docs/planner.md describes it too). Times are ns, memory bytes, all integers:
+The file is JSON, one list of instances (docs/planning.md describes it too). Times are ns, memory bytes, all integers:
 
     [{"name": "two microbatches on one worker",
       "workers": 1,
@@ -29,13 +29,16 @@ from msgspec import Meta
 from pipeweaver.planner.problem import Ints, Problem, groups_of, make_problem
 
 Natural = Annotated[int, Meta(ge=0)]
+MOST_WORKERS = 10_000
+MOST = 10**15
+"""All times together, and all bytes; far from where 64 bits end."""
 
 
 class HeldStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: Natural
     duration: Natural
-    after: tuple[Natural | tuple[Natural, Natural], ...] = ()
-    bytes: tuple[tuple[Natural, Natural], ...] = ()
+    after: tuple[int | tuple[int, int], ...] = ()
+    bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def lags(self) -> tuple[tuple[int, int], ...]:
@@ -46,7 +49,7 @@ class HeldStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One instance. Raises ValueError, naming the stage, if it makes no sense."""
 
-    workers: Annotated[int, Meta(ge=1)]
+    workers: Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
     stages: tuple[HeldStage, ...]
     name: str = ""
     limits: tuple[Natural, ...] | None = None
@@ -59,11 +62,19 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if stage.worker >= self.workers:
                 raise ValueError(f"stage {number} is on worker {stage.worker} of {self.workers}")
             for other, _ in (*stage.lags, *((last, 0) for _, last in stage.bytes)):
-                if other >= count:
+                if not 0 <= other < count:
                     raise ValueError(f"stage {number} names stage {other} of {count}")
+            if any(number < 0 for pair in (*stage.lags, *stage.bytes) for number in pair):
+                raise ValueError(f"stage {number} has a negative number in after or bytes")
             for _, last in stage.bytes:
                 if self.stages[last].worker != stage.worker:
                     raise ValueError(f"bytes of stage {number} are freed by stage {last}, which is on another worker")
+        for what, total in (
+            ("durations and lags", sum(s.duration + sum(lag for _, lag in s.lags) for s in self.stages)),
+            ("bytes", sum(amount for s in self.stages for amount, _ in s.bytes)),
+        ):
+            if total > MOST:
+                raise ValueError(f"{what} add up to {total:,}, more than {MOST:,}; use larger units")
         if topological_order(self) is None:
             raise ValueError("stages wait for each other in a circle")
 

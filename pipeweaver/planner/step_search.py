@@ -48,6 +48,8 @@ from pipeweaver.schedule.stages import StepStages, useful_ns
 
 TRY_ROUNDS = 4
 """Rounds of search that a try gets."""
+BLOCK = 32
+"""Rounds of search over the best choice's order, after which its plan is looked at."""
 LEAST_GAIN = 0.001
 """What a neighbour must bring: the more stages, the more actions, whose own time is in no cost."""
 ATTEMPTS = 3
@@ -81,7 +83,8 @@ class StepPlanner:
         self.options, self.dtype = options, dtype
         self.rounds, self.evaluations = 0, 0
         self.best: Try | None = None
-        self.best_ns = 0
+        self.best_ns = NEVER
+        self._plan: tuple[Draft, FlatPlan] | None = None
         self.tried: dict[Choice, int | None] = {}
         """Makespan of every choice that was tried, ns; None where nothing fits."""
         self._steps: dict[Choice, StepStages] = {}
@@ -112,20 +115,22 @@ class StepPlanner:
                 self._try(choice)
                 continue
             self._agenda = None
+            # Plans are looked at after whole blocks, however many rounds are asked for at a time.
+            block = min(last - self.rounds, BLOCK - self.rounds % BLOCK)
+            self.rounds += block
             if self.best is not None:
-                self._search(self.best, last - self.rounds)
-                self._consider(self.best)
-            self.rounds = last
+                self._search(self.best, block)
+                if self.rounds % BLOCK == 0:
+                    self._consider(self.best)
 
     def plan(self, policy: str = "dynamic") -> tuple[Draft, FlatPlan]:
         """The best plan so far, within the budget. Raises ValueError, naming worker and bytes, if there is none."""
         while self.best is None and self._agenda is not None:
             self.run(TRY_ROUNDS)
-        if self.best is None:
-            draft, plan = self.leanest()
-            self._check(plan)
-        else:
-            draft, plan = self.best.compiled()
+        if self._plan is None:
+            self._plan = self.leanest()
+            self._check(self._plan[1])
+        draft, plan = self._plan
         named = msgspec.structs.replace(draft, policy=policy, seed=self.seed, rounds=self.rounds)
         head = msgspec.structs.replace(plan.head, policy=policy, seed=self.seed, rounds=self.rounds)
         return named, FlatPlan(**{**plan.__dict__, "head": head})
@@ -184,10 +189,10 @@ class StepPlanner:
             for neighbour in ladders.neighbours(here):
                 if neighbour in self.tried:
                     continue
-                before = self.best_ns if self.best is not None else None
+                before = self.best_ns
                 yield neighbour
                 found = self.tried[neighbour]
-                if found is not None and (before is None or found < before * (1 - LEAST_GAIN)):
+                if found is not None and found < before * (1 - LEAST_GAIN):
                     here, climbing = neighbour, True
                     break
 
@@ -222,9 +227,9 @@ class StepPlanner:
 
     def _consider(self, one: Try) -> bool:
         """Take a try if its plan is the best so far. False if the plan exceeds the budget; limits are lower then."""
-        if self.best is not None and self.best is not one and one.searched_ns >= self.best_ns:
+        if one.searched_ns >= self.best_ns:
             return True
-        _, plan = one.compiled()
+        draft, plan = one.compiled()
         assert plan.prediction is not None
         if self.budget_bytes is not None:
             excess = np.array(plan.prediction.peak_bytes, np.int64) - self.budget_bytes
@@ -233,8 +238,8 @@ class StepPlanner:
                 return False
         found = plan.prediction.makespan_ns
         self.tried[one.choice] = found
-        if self.best is None or found < self.best_ns or self.best is one:
-            self.best, self.best_ns = one, found
+        if found < self.best_ns:
+            self.best, self.best_ns, self._plan = one, found, (draft, plan)
         return True
 
     def _step(self, choice: Choice) -> StepStages:

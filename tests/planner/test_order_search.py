@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem_cases import chains, check_times, peaks
 
-from benchmarks.held import held_problem
+from benchmarks.held import Held, HeldStage, held_problem
 from benchmarks.oracle import optimum, random_instance
 from pipeweaver.planner.explore import Search, tails
 from pipeweaver.planner.listing import LimitError, list_schedule, needed_alone
@@ -80,3 +80,14 @@ def test_near_the_optimum_and_never_above_it_the_bound():
             gaps.append(search.best.makespan_ns / best.makespan - 1)
     assert len(gaps) >= 8
     assert mean(gaps) <= 0.005 and max(gaps) <= 0.02
+
+
+def test_the_bound_counts_what_precedes_and_follows_on_one_worker():
+    """Three images on worker 0, a text on worker 1 that reads them all, their backwards: no path is that long."""
+    stages = [HeldStage(worker=0, duration=2)] * 3 + [HeldStage(worker=1, duration=5, after=(0, (1, 1), 2))]
+    stages += [HeldStage(worker=0, duration=4, after=(3,))] * 3
+    problem, _ = held_problem(Held(workers=2, stages=tuple(stages)))
+    assert bound_ns(problem) == 3 * 2 + 5 + 3 * 4
+    search = Search(problem, enough_ns=bound_ns(problem))
+    search.run(100)
+    assert search.best.makespan_ns == bound_ns(problem)

@@ -1,0 +1,105 @@
+"""Instances from files: planned, bounded, and refused in one line where they make no sense."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.held import held_problem, load_held
+from benchmarks.search import held_figures
+from pipeweaver.planner.listing import needed_alone
+
+TWO = {
+    "name": "two microbatches on one worker",
+    "workers": 1,
+    "limits": [7],
+    "stages": [
+        {"worker": 0, "duration": 10, "bytes": [[5, 1]]},
+        {"worker": 0, "duration": 20, "after": [0]},
+        {"worker": 0, "duration": 10, "bytes": [[5, 3], [2, 2]]},
+        {"worker": 0, "duration": 20, "after": [[2, 4]]},
+    ],
+}
+
+
+def written(tmp_path, content):
+    path = tmp_path / "held.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def changed(stage=None, **fields):
+    """The example with other fields, or other fields of one stage."""
+    example = json.loads(json.dumps(TWO))
+    (example if stage is None else example["stages"][stage]).update(fields)
+    return [example]
+
+
+def test_instances_are_planned_within_their_limits(tmp_path, capsys):
+    path = written(tmp_path, [TWO, {**TWO, "limits": None, "name": "no limit"}, {"workers": 3, "stages": []}])
+    found = held_figures(path)["instances"]
+    # Within the limit one microbatch at a time: its lag is waited for, or the other goes in between.
+    assert [(one["name"], one["makespan"], one["bound"]) for one in found] == [
+        (TWO["name"], 64, 60), ("no limit", 60, 60), ("", 0, 0)
+    ]  # fmt: skip
+    assert "makespan 64, bound 60" in capsys.readouterr().out
+
+
+def test_stages_that_share_memory_are_a_group(tmp_path):
+    problem, limits = held_problem(*load_held(written(tmp_path, [TWO])))
+    assert problem.num_groups == 2 and limits.tolist() == [7]
+    assert needed_alone(problem).tolist() == [[5], [7]]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "not a file of instances"),
+        ("[", "not a file of instances"),
+        ("\x00\xff", "not a file of instances"),
+        ("{}", "not a file of instances: Expected `array`"),
+        ([{"workers": 1}], "missing required field `stages`"),
+        (changed(workers=0), "Expected `int` >= 1"),
+        (changed(workers=10**6), "Expected `int` <= 10000"),
+        (changed(limits=[1, 2]), "2 limits for 1 workers"),
+        (changed(limits=[-1]), "Expected `int` >= 0"),
+        (changed(speed=3), "unknown field `speed`"),
+        (changed(0, worker=1), "stage 0 is on worker 1 of 1"),
+        (changed(0, worker=-1), "Expected `int` >= 0"),
+        (changed(0, duration=-5), "Expected `int` >= 0"),
+        (changed(0, duration=1.5), "Expected `int`"),
+        (changed(0, duration="10"), "Expected `int`"),
+        (changed(0, duration=None), "Expected `int`"),
+        (changed(0, duration=10**17), "add up to"),
+        (changed(0, bytes=[[10**18, 1]]), "add up to"),
+        (changed(0, after=[9]), "stage 0 names stage 9 of 4"),
+        (changed(0, after=[0]), "circle"),
+        (changed(0, after=[1]), "circle"),
+        (changed(0, bytes=[[5, 9]]), "stage 0 names stage 9 of 4"),
+        (changed(1, bytes=[[5, 0]]), "circle"),
+        (changed(0, bytes=[[5]]), "not a file of instances"),
+        (changed(0, bytes=[[5, -1]]), "stage 0 names stage -1 of 4"),
+        (changed(0, bytes=[[-5, 1]]), "negative number"),
+        (changed(3, after=[[2, -4]]), "negative number"),
+        (changed(3, after=[[2, 4, 1]]), "not a file of instances"),
+        (changed(0, after=["a"]), "not a file of instances"),
+        (changed(limits=[6]), "worker 0 needs 7 bytes even with one microbatch at a time, 1 more than the 6"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, content, words):
+    path = written(tmp_path, content)
+    with pytest.raises(ValueError, match=r".") as caught:
+        held_figures(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bytes_are_freed_on_their_own_worker(tmp_path):
+    stages = [{"worker": 0, "duration": 1, "bytes": [[1, 1]]}, {"worker": 1, "duration": 1}]
+    with pytest.raises(ValueError, match="bytes of stage 0 are freed by stage 1, which is on another worker"):
+        held_figures(written(tmp_path, [{"workers": 2, "stages": stages}]))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere.json: cannot be read: No such file"):
+        load_held(tmp_path / "nowhere.json")
