@@ -58,7 +58,7 @@ def test_the_best_so_far_is_proven_and_never_gets_worse(name, workers, counts, s
         assert before is None or plan.prediction.makespan_ns <= before
         before = plan.prediction.makespan_ns
     again = planner_of(name, workers, counts, spread=spread, budget=budget, seed=seed)
-    again.run(48)
+    again.run(planner.rounds)
     assert again.plan()[0].order == planner.plan()[0].order
 
 
