@@ -23,10 +23,12 @@ depends on none of this.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -138,6 +140,12 @@ class Service:
             self._works[number] = _Work(batch, forward_only, factors, key, known, pieces)
             self._assign()
 
+    def wait(self, number: int) -> None:
+        """Until there are plans for `number`, however long that takes, or no process is at it."""
+        with self._changed:
+            pieces = self._works[number].pieces
+            self._changed.wait_for(lambda: all(piece.best or piece.refused or not piece.planner for piece in pieces))
+
     def take(self, number: int) -> tuple[Plan, ...]:
         """Proven plans of all replicas. Raises ValueError, as `plan_batch` does, if there are none."""
         work = self._works[number]
@@ -165,8 +173,9 @@ class Service:
         complete = bool(work.pieces) and all(piece.best is not None for piece in work.pieces)
         if complete and not any(piece.refused for piece in work.pieces):
             try:
-                found = tuple(plan for piece in work.pieces for plan in _unpack(piece))
-                self._prove(work.batch, found)
+                with _without_collector():
+                    found = tuple(plan for piece in work.pieces for plan in _unpack(piece))
+                    self._prove(work.batch, found)
             # What is no plan for the batch may break anything in the verifier.
             except Exception as error:
                 planners = {id(piece.planner): piece.planner for piece in work.pieces if piece.planner is not None}
@@ -310,6 +319,18 @@ def _unpack(piece: _Piece) -> tuple[Plan, ...]:
     if [plan.replica for plan in plans] != list(range(piece.message.first, piece.message.stop)):
         raise ValueError("it is for other replicas")
     return plans
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Plans are large trees of records without cycles: looking for garbage among them takes longer than reading them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _split(replicas: int, processes: int) -> list[tuple[int, int]]:
