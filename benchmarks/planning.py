@@ -42,6 +42,7 @@ from pipeweaver.runtime.planner_messages import Begin
 from pipeweaver.runtime.service import Service
 from pipeweaver.schedule.ir import Placement, Plan
 
+FIELDS = ("wait_share", "service_slowdown", "plans_16k_gpus_s")
 JOB = Path(__file__).with_name("runtime.toml")
 WARM_UP = 5
 """Steps at the beginning of a run that do not count."""
