@@ -3,8 +3,8 @@
     python -m benchmarks.search_ablation [--quick]
 
 The paper (arXiv 2504.14145): VLM-S, step times from Megatron's interleaved schedule, balanced by parameters, to all of
-PipeWeaver. What is reproduced are the ratios from step to step, on VLM-S and H800 as emulated (setups.py), step times summed
-over batches:
+PipeWeaver. What is reproduced are the ratios from step to step, on VLM-S and H800 as emulated (setups.py), step times
+summed over batches:
 
     Megatron            pieces balanced by parameters, interleaved 1F1B
     + partitioning      every module in P K chunks by the floor rule; whole microbatches, interleaved 1F1B
@@ -12,10 +12,10 @@ over batches:
     + segment order     tree search
     + memory per layer  candidates and integer programs
 
-What layers do before the last step the paper does not say. Two readings: all that can be are recomputed (`lean`: what its
-first two levels plan with); or all follow one strategy, for each batch the fastest of keep, recompute attention and recompute
-that fits into the memory (`uniform`). Ours: the makespan of `dynamic` without each of its levers over that with all of them.
-"""
+What layers do before the last step the paper does not say. Two readings: all that can be are recomputed (`lean`: what
+its first two levels plan with); or all follow one strategy, for each batch the fastest of keep, recompute attention
+and recompute that fits into the memory (`uniform`). Ours: the makespan of `dynamic` without each of its levers over
+that with all of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ READINGS: dict[str, tuple[Strategy, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """What is measured: `batches` of `microbatches` each; `sample` batches for a placement; setups of our own ablation."""
+    """What is measured: `batches` of `microbatches` each; `sample` batches for a placement; setups of our own
+    ablation."""
 
     batches: int = 4
     microbatches: int = 32
@@ -77,7 +78,8 @@ def main() -> None:
 
 
 def ablation(scope: Ablation) -> dict[str, object]:
-    """Both ablations, printed as they are found: `ablation_paper`, one entry per step, `ablation_dynamic`, one per lever."""
+    """Both ablations, printed as they are found: `ablation_paper`, one entry per step, `ablation_dynamic`, one per
+    lever."""
     paper = [row for reading in READINGS for row in paper_ablation(scope, reading)]
     return {"ablation_paper": paper, "ablation_dynamic": dynamic_ablation(scope)}
 

@@ -7,9 +7,8 @@ Example, two layers that keep 10 bytes or recompute for 3 ns, S = 3:
 
     fastest 20 bytes, 0 ns      within 10 bytes, 3 ns      leanest 0 bytes, 6 ns
 
-What is copied to the host and back runs beside compute: it is waited for where a copy takes longer than the stage that it
-runs beside, and else has a small price, so that what memory has room for stays.
-"""
+What is copied to the host and back runs beside compute: it is waited for where a copy takes longer than the stage that
+it runs beside, and else has a small price, so that what memory has room for stays."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ CANDIDATES = 10
 MOST_BLOCKS = 16
 """Of more equal layers than this, neighbours follow the same strategy in blocks."""
 MOST_STATES = 2_048
-"""Partial choices that the knapsack keeps; of more, which takes very many different layers, an even selection by size."""
+"""Partial choices that the knapsack keeps; of more, which takes very many different layers, an even selection by
+size."""
 
 
 COPY_PRICE = 20
@@ -54,7 +54,8 @@ class Candidate(NamedTuple):
 def candidates(
     cost: StageCost, layers: Sequence[LayerStrategies], allowed: Sequence[Strategy], count: int = CANDIDATES
 ) -> tuple[Candidate, ...]:
-    """At most `count` candidates, from fastest to leanest, each slower and leaner than the one before; one is the leanest.
+    """At most `count` candidates, from fastest to leanest, each slower and leaner than the one before; one is the
+    leanest.
 
     `layers` as `Costs.strategies` has them; "keep" is always allowed. Without layers there is the one that keeps all.
     """
@@ -82,8 +83,8 @@ def candidates(
 
 
 class _Choices(NamedTuple):
-    """Choices that no other beats in bytes, time and travel: `totals` [N, 3], and how many layers of each group of equal
-    ones follow which option, `counts` [N, all options of all groups]."""
+    """Choices that no other beats in bytes, time and travel: `totals` [N, 3], and how many layers of each group of
+    equal ones follow which option, `counts` [N, all options of all groups]."""
 
     totals: Ints
     counts: Ints

@@ -21,8 +21,8 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     `balance`: what a partition makes even, measured time or number of parameters.
     `encoder_first` (contiguous splits): every encoder is whole and on the first worker.
     `pieces_per_worker` (`interleaved-1f1b`): into how many pieces per worker the concatenated modules are cut.
-    `chunks_per_worker` (`dynamic`, `pipeweaver`): K of a module. `items_per_part`: B of a module, the most items that a part
-    takes; a module that is not named keeps the items of a microbatch together, or is left to the policy.
+    `chunks_per_worker` (`dynamic`, `pipeweaver`): K of a module. `items_per_part`: B of a module, the most items that
+    a part takes; a module that is not named keeps the items of a microbatch together, or is left to the policy.
     `even_parts`: parts of one microbatch are made even in number of items, or in cost.
     `regroup` (`dynamic`): samples may be grouped into other microbatches than they were drawn in.
     `exchange` (`dynamic`): replicas may exchange samples, where that makes their work more even.

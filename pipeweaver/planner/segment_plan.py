@@ -60,7 +60,8 @@ class SegmentPlanner:
     """An anytime planner of one replica's step. `plan` compiles the best order so far.
 
     `budget_bytes` is what each worker may hold, parameters included; None is unlimited. A round is a node of the search
-    tree with its play-outs. `num_candidates` is S; with 1 all units are lean. With equal arguments, the state after a number of rounds is always the same.
+    tree with its play-outs. `num_candidates` is S; with 1 all units are lean. With equal arguments, the state after a
+    number of rounds is always the same.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """What a policy does beyond a plain schedule, lever by lever, each with the settings that switch it off.
 
 To see what a lever brings on a batch, plan the batch again without it (`pipeweaver plan --explain`). Example, policy
-`dynamic` with its defaults: `several chunks per worker` is off with K = 1, `split backward` with `split_backward = false`.
-"""
+`dynamic` with its defaults: `several chunks per worker` is off with K = 1, `split backward` with `split_backward =
+false`."""
 
 from __future__ import annotations
 

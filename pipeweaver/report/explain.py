@@ -12,9 +12,8 @@ computes or loads, and what it idles. The worker that is busy longest, b, decide
                   forward could have run but for the budget
     dependency    P times the rest of what b idles: stages of others, and transfers, that come late
 
-Example, 1F1B on P equal workers, forward f and backward b: fill + drain = P (P - 1) (f + b), all else is 0. What is both
-before the first backward and after the last forward counts as fill.
-"""
+Example, 1F1B on P equal workers, forward f and backward b: fill + drain = P (P - 1) (f + b), all else is 0. What is
+both before the first backward and after the last forward counts as fill."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class Bubble(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Of the plans of a step: each replica's bubble, and the makespan without each of the policy's levers, None where no
-    plan fits the memory budget without it."""
+    """Of the plans of a step: each replica's bubble, and the makespan without each of the policy's levers, None where
+    no plan fits the memory budget without it."""
 
     bubbles: tuple[Bubble, ...]
     without: tuple[tuple[str, int | None], ...]

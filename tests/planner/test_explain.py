@@ -142,3 +142,13 @@ def test_shares_add_up_to_the_bubble_of_any_plan(name, policy, workers, counts, 
     assert bubble.total_ns == workers * prediction.makespan_ns - prediction.useful_ns
     assert bubble.total_ns == pytest.approx(prediction.bubble * workers * prediction.makespan_ns)
     assert min(bubble.loading, bubble.imbalance, bubble.fill, bubble.drain, bubble.memory, bubble.dependency) >= 0
+
+
+def test_a_replica_without_microbatches_has_no_bubble():
+    graph = graph_of("encoder")
+    costs = flat_costs(graph)
+    shares = share_out(graph, batch_of(graph, [2]), 2)
+    placement = POLICIES["pipeweaver"].place(graph, 2, costs, shares)
+    draft = POLICIES["pipeweaver"].plan(graph, placement, shares[1], costs, budget_bytes=10**9, seed=0, rounds=3)
+    plan = compile_plan(graph, shares[1], draft, costs)
+    assert draft.order == ((), ()) and explain(plan, costs, 10**9).total_ns == 0
