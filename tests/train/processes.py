@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pipeweaver
@@ -35,9 +36,10 @@ def alive(pid):
         return False
 
 
-def children(pid):
-    """Process ids of the direct children of a process."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
+def descendants(pid):
+    """Process ids of the children of a process, whichever of its threads started them, and of theirs."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += [int(child) for child in path.read_text().split()]
+    return found + [other for child in found for other in descendants(child)]

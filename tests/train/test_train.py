@@ -1,5 +1,6 @@
 """Whole runs of worker processes: however the work is cut and started, the same numbers come out."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.orders import recorded_entries, replayed_orders
 from pipeweaver.runtime.prepare import job_datasets, job_graph, job_loaders
 from pipeweaver.runtime.recorded import read_index
-from tests.train.processes import alive, children, environment, wait_for
+from tests.train.processes import alive, descendants, environment, wait_for
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -225,10 +226,12 @@ def start_and_stop(folder, name, **how):
     (folder / "break.py").write_text(STOP_IN_STEP.replace("SIGNAL", name))
     settings = ["workers.pipeline=2", "tasks.main.microbatches=3"]
     if name == "SIGSTOP":
-        settings.append("run.watchdog_s=5")
+        settings.append("run.watchdog_s=2")
     process = start(folder, *settings, num_workers=2, **how)
     stopped = int(wait_for(lambda: (folder / "stopping").exists() and (folder / "stopping").read_text(), 90))
-    return process, [stopped, *children(process.pid)]
+    pids = sorted({stopped, *descendants(process.pid)})
+    assert name == "SIGKILL" or len(pids) == 3  # two workers and a planner process
+    return process, pids
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
@@ -241,7 +244,7 @@ def test_a_worker_that_dies_or_freezes_in_a_step_ends_the_run(tmp_path, name):
     assert "Traceback" not in err
     (told,) = [line for line in err.splitlines() if line.startswith("error:") and "worker 0" in line]
     assert "worker 1" in told
-    wait_for(lambda: not any(map(alive, pids)), 0.1)
+    wait_for(lambda: not any(map(alive, pids)), 1.0)
 
 
 def test_interrupt_in_a_step_ends_all_workers_at_once(tmp_path):
@@ -251,11 +254,50 @@ def test_interrupt_in_a_step_ends_all_workers_at_once(tmp_path):
     code, err = finish(process)
     assert code == 130
     assert err.splitlines()[-1] == "stopped by SIGINT" and "Traceback" not in err
-    wait_for(lambda: not any(map(alive, pids)), 0.1)
+    wait_for(lambda: not any(map(alive, pids)), 1.0)
+
+
+def test_a_planner_killed_in_the_middle_of_a_step_changes_nothing_but_who_plans(single, tmp_path):
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "break.py").write_text(KILL_PLANNER)
+    code, err = finish(start(folder, "workers.pipeline=2", num_workers=2))
+    assert code == 0, err
+    (told,) = [line for line in err.splitlines() if "was ended by SIGKILL" in line]
+    assert told.startswith("warning: planner process") and "it is started again" in told
+    assert_same(single, folder, 1e-9)
+
+
+KILL_PLANNER = """
+import os, signal
+from tests.train.processes import descendants
+from pipeweaver.runtime.execution import Execution
+
+perform = Execution.perform
+
+def kill(self, action):
+    if self.plan.step == 1 and os.environ["RANK"] == "0" and self.at == len(self.plan.actions[0]) // 2:
+        for pid in descendants(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+    return perform(self, action)
+
+Execution.perform = kill
+"""
+
+
+@pytest.mark.parametrize("killed", ["launcher", "first worker"])
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, killed):
+    process, pids = start_and_stop(tmp_path / "run", "SIGSTOP", grace_s=1.0)
+    first = process.pid if killed == "launcher" else min(pids)
+    os.kill(first, signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_for(lambda: not any(map(alive, pids)), 10.0)
 
 
 FREEZE_BEFORE_STEPS = """
 import os, signal
+from pipeweaver.runtime import join
+join.LEAST_PATIENCE_S = 4.0  # the test waits for as long
 calibrated = train.calibrated_costs
 
 def freeze(*arguments, transport, **options):
