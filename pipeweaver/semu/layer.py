@@ -306,7 +306,7 @@ class LayerGraph:
         return loaded
 
 
-_PER_TOKEN = ("tokens", "labels", "spans")
+_PER_TOKEN = ("tokens", "labels", "spans", "classes")
 _FIRST = ("parts", "items", "tokens", "squares")
 _CUTS: tuple[Cut, Cut, Cut] = ("rows", "split", "whole")
 
