@@ -1,7 +1,7 @@
 """Wavefront plans of `examples/multitask.toml` on two real workers, one core and one thread each; `benchmarks.wavefront`
 calls this.
 
-    figures(quick=False)  ->  {"real_ratio": 1.04, "real_over_sequential": 1.01, "switch_s": 0.05, ...}
+    figures()  ->  {"real_ratio": 1.04, "real_over_sequential": 1.01, "switch_s": 0.05, ...}
 
 Policies `wavefront` and `sequential` train on the same batches, block by block in turn; a block's plans know what the
 blocks before have measured, as in training, and its first step is not counted. `real_ratio` is measured over emulated step
@@ -48,20 +48,20 @@ from pipeweaver.schedule.ir import Measurement, Placement, Plan
 from pipeweaver.semu.correct import Factors, updated
 
 CONFIG = Path(__file__).parents[1] / "examples" / "multitask.toml"
-FULL, QUICK = (6, 6), (1, 4)
-"""(blocks, steps in a block)."""
+BLOCKS, SIZE = 6, 6
+"""Blocks, and steps in a block."""
 WAYS = ("wavefront", "sequential")
 SETS = (("caption", "text"), ("caption", "text", "paint", "match"), ("paint", "match"))
 """Task sets that the worker changes between, in a ring."""
 
 
-def figures(*, quick: bool) -> dict[str, Any]:
+def figures(blocks: int = BLOCKS) -> dict[str, Any]:
     """Raises ValueError if there are fewer than two cores."""
     machine.cores(2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        chosen = map(str, QUICK if quick else FULL)
-        code = launch([sys.executable, "-m", "benchmarks.wavefront_run", str(path), *chosen], num_workers=2)
+        command = [sys.executable, "-m", "benchmarks.wavefront_run", str(path), str(blocks), str(SIZE)]
+        code = launch(command, num_workers=2)
         if code:
             sys.exit(code)
         found: dict[str, Any] = json.loads(path.read_text())

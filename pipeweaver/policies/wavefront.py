@@ -40,6 +40,8 @@ PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of passes that are tried, in this order, until one fits into memory."""
 EFFORT = 5_000_000
 """Of each search, see `plan_wavefront`."""
+CLOSE, LONGER = 1.05, 20
+"""A search that ends farther above its bound is made again with so many times the effort: seconds, once per run."""
 SEARCHES = 3
 """Searches with links as fast as inside an island, which most slices stay in; one more expects slow ones."""
 HOPELESS = 1.5
@@ -51,7 +53,11 @@ Planner = Callable[[MetaGraph, Cluster], Schedule]
 def _searched(number: int) -> Planner:
     def plan(graph: MetaGraph, cluster: Cluster) -> Schedule:
         links = cluster.inside if number < SEARCHES else cluster.across
-        return plan_wavefront(graph, cluster.workers, links, seed=number, effort=EFFORT)
+        found = plan_wavefront(graph, cluster.workers, links, seed=number, effort=EFFORT)
+        if found.makespan_ns <= CLOSE * found.lower_bound_ns:
+            return found
+        longer = plan_wavefront(graph, cluster.workers, links, seed=number, effort=LONGER * EFFORT)
+        return min(found, longer, key=lambda schedule: schedule.makespan_ns)
 
     return plan
 
