@@ -32,6 +32,8 @@ GAP = 0.05
 """Share of the summed latency by which the choice may miss the optimum."""
 MOST_NODES = 200
 """Nodes of the search tree of one program."""
+MOST_PIVOTS = 5_000
+"""Iterations of the simplex method in one linear program."""
 UNIT_BYTES = 1 << 20
 """Bytes that a row of the program counts in."""
 
@@ -139,12 +141,36 @@ def solve(slots: Slots, table: CandidateTable, latency_ns: Ints, limits: Ints, *
     for worker in range(len(limits)):
         first, stop = int(slots.start[worker]), int(slots.start[worker + 1])
         units = np.nonzero((slots.first >= first) & (slots.first < stop))[0]
-        # No choice is faster than the fastest candidates: that may be proof enough.
         latency = int(latency_ns[units, choice[units]].sum())
-        if latency - int(latency_ns[units].min(axis=1).sum()) > gap * latency:
+        least = least_ns(slots, table, latency_ns, int(limits[worker]), worker)
+        if latency - least > gap * latency:
             program = _program(slots, table, latency_ns, int(limits[worker]), first, stop, units, choice[units], gap)
             choice[units] = program
     return choice
+
+
+def least_ns(slots: Slots, table: CandidateTable, latency_ns: Ints, limit: int, worker: int) -> float:
+    """A lower bound on the summed latency of a worker's units, often proof enough that the greedy choice will do.
+
+    Of the program, only the row of one slot is kept, with fractions of units: then bytes are given up where they cost
+    least latency each (a fractional multiple-choice knapsack). The largest over all slots is the bound.
+    """
+    first, stop = int(slots.start[worker]), int(slots.start[worker + 1])
+    units = np.nonzero((slots.first >= first) & (slots.first < stop))[0]
+    return float(
+        _least(
+            slots.base[first:stop],
+            slots.first[units] - first,
+            slots.last[units] - first,
+            limit,
+            table.kind[units],
+            table.leanest,
+            latency_ns[units],
+            table.more_bytes,
+            table.forward_more,
+            table.backward_more,
+        )
+    )
 
 
 def fits(slots: Slots, table: CandidateTable, limits: Ints, choice: Ints) -> bool:
@@ -204,6 +230,7 @@ def _program(
     solver = Silent()
     for name, setting in (("mip_rel_gap", gap), ("mip_max_nodes", MOST_NODES), ("presolve", "off")):
         solver.setOptionValue(name, setting)
+    solver.setOptionValue("simplex_iteration_limit", MOST_PIVOTS)
     none, size = np.zeros(0, np.int32), len(owner)
     solver.addCols(size, latency / 1e3, np.zeros(size), np.ones(size), 0, none, none, np.zeros(0))
     solver.changeColsIntegrality(size, np.arange(size, dtype=np.int32), np.ones(size, np.uint8))
@@ -255,6 +282,63 @@ def _slots(problem, sequence):  # type: ignore[no-untyped-def]
                 base[at[w] - 1] = max(base[at[w] - 1], now[w])
             now[w] -= problem.effect_gives[e]
     return start, base, slot
+
+
+@numba.njit(cache=True)
+def _least(base, first, last, limit, kind, leanest, latency, more, forward_more, backward_more):  # type: ignore[no-untyped-def]
+    units, width = latency.shape
+    # Each unit from its fastest candidate down the lower hull of latency over bytes: `freed` bytes at `slope` each.
+    slope, freed = np.zeros((units, width)), np.zeros((units, width), np.int64)
+    steps, most, fastest = np.zeros(units, np.int64), np.zeros(units, np.int64), np.int64(0)
+    for u in range(units):
+        k = kind[u]
+        at = 0
+        for c in range(1, leanest[k] + 1):
+            if latency[u, c] < latency[u, at]:
+                at = c
+        fastest += latency[u, at]
+        most[u] = more[k, at]
+        while True:
+            following, least = -1, np.inf
+            for c in range(leanest[k] + 1):
+                if more[k, c] < more[k, at]:
+                    here = (latency[u, c] - latency[u, at]) / (more[k, at] - more[k, c])
+                    if here < least:
+                        following, least = c, here
+            if following < 0:
+                break
+            slope[u, steps[u]], freed[u, steps[u]] = least, more[k, at] - more[k, following]
+            steps[u] += 1
+            at = following
+    worst = 0.0
+    slopes, sizes = np.empty(units * width), np.empty(units * width, np.int64)
+    for slot in range(len(base)):
+        excess, count = base[slot] - limit, 0
+        for u in range(units):
+            if first[u] <= slot <= last[u]:
+                if slot == first[u] or slot == last[u]:
+                    # What it needs at its ends is its own matter: here the least of it is enough.
+                    k, fewest = kind[u], np.int64(1) << 62
+                    for c in range(leanest[k] + 1):
+                        beside = forward_more[k, c] if slot == first[u] else backward_more[k, c]
+                        fewest = min(fewest, more[k, c] + beside)
+                    excess += fewest
+                else:
+                    excess += most[u]
+                    for i in range(steps[u]):
+                        slopes[count], sizes[count] = slope[u, i], freed[u, i]
+                        count += 1
+        if excess <= 0:
+            continue
+        cost = 0.0
+        for i in np.argsort(slopes[:count]):
+            taken = min(excess, sizes[i])
+            cost += taken * slopes[i]
+            excess -= taken
+            if excess <= 0:
+                break
+        worst = max(worst, cost)
+    return fastest + worst
 
 
 @numba.njit(cache=True)

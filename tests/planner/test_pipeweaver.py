@@ -13,7 +13,7 @@ from planner_cases import GRAPHS, flat_costs, graph_of, share_of
 
 from pipeweaver.costs import StageCost, StrategyCost, with_strategies
 from pipeweaver.planner.candidates import COPY_PRICE, Candidate, candidates
-from pipeweaver.planner.memory_program import Slots, candidate_table, fits, greedy, latencies, solve
+from pipeweaver.planner.memory_program import Slots, candidate_table, fits, greedy, latencies, least_ns, solve
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.planner.segment_plan import SegmentPlanner
 from pipeweaver.planner.segments import chunks_per_worker, items_per_part
@@ -286,5 +286,6 @@ def test_the_integer_program_finds_what_enumeration_finds(seed):
     start = greedy(slots, table, each, limits)
     assert fits(slots, table, limits, exact) and fits(slots, table, limits, start)
     assert latency(exact) == best
+    assert least_ns(slots, table, each, int(limits[0]), 0) <= best + 1e-6
     within = latency(solve(slots, table, each, limits))
     assert best <= within <= min(latency(start), best / 0.95)
