@@ -210,6 +210,11 @@ def without_effect(job: Job) -> tuple[str, ...]:
         found.append(f"policy.rounds has no effect with policy {policy}, which does not search")
     if job.policy.rounds and policy in _ONCE_PER_RUN:
         found.append(f"policy.rounds has no effect with policy {policy}, which decides once per run")
+    if job.planner.seconds != Planner().seconds:
+        if policy in (*_STATIC, *_ONCE_PER_RUN):
+            found.append(f"planner.seconds has no effect with policy {policy}, which does not search step by step")
+        elif job.policy.rounds is not None:
+            found.append("planner.seconds has no effect: policy.rounds is set, so that many rounds are waited for")
     microbatches = sum(task.microbatches for task in job.tasks.values())
     if job.workers.replicas > microbatches:
         found.append(

@@ -281,6 +281,11 @@ def test_a_file_without_a_model(path: Path) -> None:
             ["policy.items_per_part has no effect with policy gpipe, only with dynamic"],
         ),
         (["policy.rounds=3"], ["policy.rounds has no effect with policy gpipe, which does not search"]),
+        (["planner.seconds=3"], ["planner.seconds has no effect with policy gpipe, which does not search"]),
+        (
+            ["policy.name=dynamic", "policy.encoder_first=false", "policy.rounds=3", "planner.seconds=3"],
+            ["planner.seconds has no effect: policy.rounds is set"],
+        ),
         (["run.evaluate_every=11"], ["run.evaluate_every = 11 is beyond the last step, 10"]),
         (
             ["workers.replicas=1000"],
