@@ -23,7 +23,7 @@ from pipeweaver.planner.problem import Ints, Problem
 
 SMALL = 200
 """Stages up to which tabu search takes part."""
-TURN, TABU_MOVES = 250, 100
+TURN, TABU_MOVES = 100, 200
 """Rounds of a turn, the last of which is, on small problems, a tabu search of so many moves."""
 ISLANDS = 6
 """On small problems so many searches take turns, each with a best schedule of its own, against dead ends."""
