@@ -33,7 +33,7 @@ LEAST_GAIN = 0.005
 """What more chunks must bring: more stages mean more actions, whose own time is in no cost."""
 MOST_MICROBATCHES = 32
 """K is chosen on so many microbatches of the sample, in whole shares, evenly spread; on one share at least."""
-PLACE_ROUNDS = 40
+PLACE_ROUNDS = 24
 """Rounds of search for each K and share of the sample."""
 
 
