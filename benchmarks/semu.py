@@ -3,8 +3,7 @@
     python -m benchmarks.semu [--quick] [--data DIR]
 
 Constants are fitted on one half of the vTrain rows, split by (hidden, layers), and scored on the other, both ways
-round; nothing is fitted on B200. `rehearsal_error_median` is that of `benchmarks.rehearsal`. `cpu_error_median`, `new_order_ms` and
-`one_part_changed_ms` are not measured yet and null. The last line is one JSON object.
+round; nothing is fitted on B200. `rehearsal_error_median` is that of `benchmarks.rehearsal`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,29 +13,35 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from msgspec.structs import replace as changed
 
 from benchmarks.machine import cores, probe, report
 from benchmarks.rehearsal import pipelines
 from benchmarks.setups import WIDTHS, cases
-from pipeweaver.data.items import Item, linked
+from pipeweaver.costs import FlatCosts
+from pipeweaver.data.items import Item, Share, linked
 from pipeweaver.data_folder import data_folder
 from pipeweaver.model.sizes import setup
-from pipeweaver.planner.assign import share_out
+from pipeweaver.planner.assign import share_out, single_share
 from pipeweaver.policies import POLICIES
+from pipeweaver.report.metrics import read_metrics
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.ir import Chunk
+from pipeweaver.schedule.connect import Parts
+from pipeweaver.schedule.stages import Orders, StepStages, orders_of
 from pipeweaver.semu.compose import compose
 from pipeweaver.semu.costs import Optimizer, SemuCosts
 from pipeweaver.semu.fit import Constants, cross_fit
 from pipeweaver.semu.job import pipeline_ns
 from pipeweaver.semu.machine import load_machine
 from pipeweaver.semu.measured import Measured, read_measured
+from pipeweaver.semu.step import NO_WORK, StepEmulator
 from pipeweaver.semu.validate import mean_absolute, memory_errors, summary, time_errors, validate
 
 Figures = dict[str, float | int | None]
@@ -59,12 +64,11 @@ def main() -> None:
     figures |= composition(folder / "vtrain_a100" / "single_node.csv")
     figures |= b200(folder / "simumax" / "b200_llama3_70b_measured.csv")
     figures["case_37b_bubble"] = static_bubble()
-    figures |= questions()
+    figures |= again(20 if options.quick else 100)
     figures["cold_s"] = None if options.quick else cold_s()
     figures |= large_scale()
     figures["rehearsal_error_median"] = None if options.quick else pipelines()["rehearsal_error_median"]
-    for name in ("cpu_error_median", "new_order_ms", "one_part_changed_ms"):
-        figures[name] = None
+    figures |= {"cpu_error_median": None, "cpu_uncorrected_median": None} if options.quick else on_this_machine()
     report("end", probe(cores(1)))
     print(f"\n{'figure':26} value")
     for name, value in figures.items():
@@ -161,37 +165,105 @@ def _filled(layers: Sequence[float], most: float) -> list[float]:
     return stages
 
 
-def questions(batches: int = 12) -> Figures:
-    """Milliseconds to cost all stages of VLM-L for a batch of 64 microbatches that was never seen, warm."""
-    costs = SemuCosts(setup("VLM-L"), load_machine("H800"), tensor_parallel=8, widths=WIDTHS, workers=8)
-    draw = random.Random(0)
-    took = []
-    for number in range(batches):
-        batch = [_microbatch(draw, number) for _ in range(64)]
+def again(rounds: int) -> Figures:
+    """Milliseconds to emulate a step of VLM-L with 64 microbatches again, warm: after its order changed, after the
+    images of one part changed, and for a batch never seen. Parts and orders are given; medians of so many rounds."""
+    graph, draw = setup("VLM-L"), random.Random(0)
+    costs = SemuCosts(graph, load_machine("H800"), tensor_parallel=8, widths=WIDTHS, workers=8)
+    shares = [single_share(graph, cases()["VLM-L"].batch(seed=seed, microbatches=64)) for seed in range(rounds + 4)]
+    policy = POLICIES["interleaved-1f1b"]
+    placement = policy.place(graph, 8, costs, shares[:1], dtype="bfloat16")
+    emulator = StepEmulator(graph, placement, costs, dtype="bfloat16")
+    took: dict[str, list[float]] = {"new_order_ms": [], "one_part_changed_ms": [], "new_batch_ms": []}
+
+    def timed(name: str, share: Share, parts: Parts, orders: Orders) -> None:
         start = time.perf_counter()
-        for images, texts in batch:
-            for worker in range(8):
-                for first in range(0, len(images), 12):
-                    part = images[first : first + 12]
-                    chunk = Chunk(task="main", module="vision", start=6 * worker, stop=6 * worker + 6, worker=worker)
-                    costs.stage(chunk, part, [()] * len(part))
-                chunk = Chunk(task="main", module="language", start=10 * worker, stop=10 * worker + 10, worker=worker)
-                costs.stage(chunk, texts, [images])
-        took.append(1e3 * (time.perf_counter() - start))
+        emulator.emulate(share, parts, orders)
+        took[name].append(1e3 * (time.perf_counter() - start))
+
+    for share in shares:
+        draft = policy.plan(graph, placement, share, costs, budget_bytes=None, seed=0, rounds=0, dtype="bfloat16")
+        made_up = FlatCosts(layers={})
+        step = StepStages(graph, placement, share, draft.parts, made_up, dtype="bfloat16", work=NO_WORK)
+        orders = orders_of(step, draft)
+        timed("new_batch_ms", share, draft.parts, orders)
+    emulator.emulate(share, draft.parts, orders)
+    images = [part.items for parts in draft.parts for part in parts if share.items[part.items[0]].module == "vision"]
+    warm = 8
+    for _ in range(rounds + warm):
+        orders = _swapped(orders, draw)
+        timed("new_order_ms", share, draft.parts, orders)
+        share = changed(share, items=_resized(share.items, draw.choice(images), draw))
+        timed("one_part_changed_ms", share, draft.parts, orders)
+    assert emulator.resized == rounds + warm, "a part that changed must not make the step anew"
     coverage = costs.coverage
+    figures: Figures = {name: sorted(ms[-rounds:])[rounds // 2] for name, ms in took.items()}
+    listed = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
     print(
-        f"\nVLM-L on H800, 64 microbatches never seen: {', '.join(f'{ms:.0f}' for ms in took)} ms a batch; "
-        f"{costs.source}; {coverage.guessed_share:.0%} of the time from defaults"
+        f"\nVLM-L on H800, 64 microbatches, {len(orders.stage)} stages, emulated again: {listed}; {costs.source}; {coverage}"
     )
-    return {"new_batch_ms": sorted(took[batches // 2 :])[batches // 4]}
+    return figures
+
+
+def _swapped(orders: Orders, draw: random.Random) -> Orders:
+    """Two neighbouring forwards of one chunk's worker in the other order: nothing waits in a circle."""
+    stage = orders.stage.copy()
+    units = len(orders.split)
+    while True:
+        at = draw.randrange(len(stage) - 1)
+        one, other = int(stage[at]), int(stage[at + 1])
+        if at + 1 not in orders.start and one < units and other < units and abs(one - other) == 1:
+            stage[at], stage[at + 1] = other, one
+            return orders._replace(stage=stage)
+
+
+def _resized(items: Sequence[Item], part: Sequence[int], draw: random.Random) -> tuple[Item, ...]:
+    """The items, those of a part as pictures of another size."""
+    found = list(items)
+    side = draw.choice((40, 44, 48, 52))
+    sizes = {"tokens": side * side, "height": side, "width": side, "features": side * side // 16}
+    for i in part:
+        found[i] = changed(found[i], sizes=found[i].sizes | sizes)
+    return tuple(found)
+
+
+def first_estimate() -> None:
+    """A step of VLM-L from nothing: layers traced, placed, emulated."""
+    graph = setup("VLM-L")
+    costs = SemuCosts(graph, load_machine("H800"), tensor_parallel=8, widths=WIDTHS, workers=8)
+    share = single_share(graph, cases()["VLM-L"].batch(seed=0, microbatches=64))
+    policy = POLICIES["interleaved-1f1b"]
+    placement = policy.place(graph, 8, costs, [share], dtype="bfloat16")
+    draft = policy.plan(graph, placement, share, costs, budget_bytes=None, seed=0, rounds=0, dtype="bfloat16")
+    emulator = StepEmulator(graph, placement, costs, dtype="bfloat16")
+    emulator.emulate(share, draft.parts, orders_of(emulator.stages(share, draft.parts), draft))
 
 
 def cold_s() -> float:
-    """Seconds of a fresh process from nothing to the cost of every stage of VLM-L for one batch."""
+    """Seconds of a fresh process from nothing to `first_estimate`."""
     start = time.perf_counter()
-    code = "from benchmarks.semu import questions; questions(1)"
+    code = "from benchmarks.semu import first_estimate; first_estimate()"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
+
+
+def on_this_machine(steps: int = 60) -> Figures:
+    """Two workers train on the mix of `runtime.toml`: by how much a step takes another time than was predicted before it,
+    with costs corrected by the steps before, and how far the same predictions had been off without."""
+    config = Path(__file__).with_name("runtime.toml")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"--set=run.steps={steps}", f"--set=run.output={folder}"]
+        command = [sys.executable, "-m", "pipeweaver", "train", str(config), *settings]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        trained = read_metrics(Path(folder) / "metrics.jsonl")
+    errors = [abs(one.prediction_error) for one in trained[1:] if one.prediction_error is not None]
+    plain = [abs(e) for one in trained[1:] if (e := one.uncorrected_prediction_error) is not None]
+    found: Figures = {"cpu_error_median": median(errors), "cpu_uncorrected_median": median(plain)}
+    print(
+        f"\nThis machine, two workers, {len(errors)} steps: off by {median(errors):.1%} (first ten "
+        f"{median(errors[:10]):.1%}), {median(plain):.1%} without correction; factors at the end {trained[-1].corrections}"
+    )
+    return found
 
 
 def large_scale() -> Figures:
@@ -250,21 +322,6 @@ def print_families(
                 for value, found in sorted(groups.items())
             )
         )
-
-
-def _microbatch(draw: random.Random, number: int) -> tuple[list[Item], list[Item]]:
-    images = [
-        Item(
-            task="main",
-            draw=number,
-            module="vision",
-            position=position,
-            sizes={"tokens": 2704, "height": 52, "width": 52, "features": 169},
-        )
-        for position in range(draw.randint(0, 40))
-    ]
-    sizes = {"tokens": 8192 - draw.randint(0, 200), "supervised": 8000 - 169 * len(images)}
-    return images, [Item(task="main", draw=number, module="language", position=99, sizes=sizes)]
 
 
 def _listed(constants: Constants) -> str:

@@ -12,12 +12,11 @@ PipeWeaver section 4 calls this spatial-temporal subgraph reuse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
-import numpy as np
-
-from pipeweaver.data.items import Item, Share, linked
+from pipeweaver.costs import StageCost
+from pipeweaver.data.items import Item, Share
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.compile import Emulated, Strategies, emulate_orders
 from pipeweaver.schedule.connect import Parts
@@ -39,6 +38,7 @@ class StepEmulator:
         self.graph, self.placement, self.dtype, self.reuse = graph, placement, dtype, reuse
         self.costs = costs
         self._last: StepStages | None = None
+        self._where: Where | None = None
         self.resized = 0
         """How often a step was made from the one before."""
 
@@ -57,43 +57,71 @@ class StepEmulator:
         if last is not None and last.parts is parts:
             if last.share is share:
                 return last
-            found = resized(last, share)
+            self._where = self._where or Where(last)
+            found = resized(last, share, self._where)
             if found is not None:
                 self.resized += 1
                 self._last = found
                 return found
         costs = self.costs if self.reuse else self.costs.anew()
+        self._where = None
         self._last = StepStages(self.graph, self.placement, share, parts, costs, dtype=self.dtype, work=NO_WORK)
         return self._last
 
 
-def resized(step: StepStages, share: Share) -> StepStages | None:
-    """The stages of a step whose items have other sizes, in the same parts: from a step with all else equal.
+def resized(step: StepStages, share: Share, where: Where) -> StepStages | None:
+    """The stages of a step whose items have other sizes, in the same parts: from a step with all else equal, of which
+    `where` says what is where.
 
     None where edges come, go or are cut otherwise: items with or without rows of some kind, other links or modules, or
     several chunks that could supply an item.
     """
     before = step.share.items
-    if len(before) != len(share.items) or step.share.links != share.links:
+    if len(before) != len(share.items) or not where.is_plain:
+        return None
+    if step.share.links is not share.links and step.share.links != share.links:
         return None
     changed = [i for i, (old, new) in enumerate(zip(before, share.items, strict=True)) if old is not new and old != new]
     if any(not _same_kind(before[i], share.items[i]) for i in changed):
         return None
-    inlets = [inlet for of in step.wiring.inlets for inlet in of]
-    if any(len(inlet.sources) > 1 for inlet in inlets):
-        return None
     found = copy(step)
     found.share = share
-    found._sources = linked(share.items, share.links) if changed else step._sources
-    touched = set(changed) | {to for source, to in share.links if source in set(changed)}
-    units = [
-        unit
-        for unit, (chunk, part) in enumerate(step.units.pairs)
-        if not touched.isdisjoint(step.parts[chunk][part].items)
-    ]
-    _recost(found, units)
-    _remeasure(found, units, set(changed))
+    touched = {*changed, *(to for i in changed for to in where.links_from.get(i, ()))}
+    sources = list(step._sources)
+    for i in touched:
+        sources[i] = tuple(share.items[source] for source in where.links_into.get(i, ()))
+    found._sources = tuple(sources)
+    units = sorted({unit for i in touched for unit in where.units_of.get(i, ())})
+    if units:
+        _recost(found, units)
+        _remeasure(found, units, {unit for i in changed for unit in where.units_of.get(i, ())}, where)
     return found
+
+
+class Where:
+    """What is where in a step, whatever the sizes of its items: units by item, links, edges by unit."""
+
+    def __init__(self, step: StepStages) -> None:
+        self.inlets = [inlet for of in step.wiring.inlets for inlet in of]
+        self.is_plain = all(len(inlet.sources) == 1 for inlet in self.inlets)
+        self.items = [step.parts[chunk][part].items for chunk, part in step.units.pairs]
+        self.members = [frozenset(items) for items in self.items]
+        self.units_of: dict[int, list[int]] = {}
+        for unit, items in enumerate(self.items):
+            for i in items:
+                self.units_of.setdefault(i, []).append(unit)
+        self.links_into: dict[int, list[int]] = {}
+        self.links_from: dict[int, list[int]] = {}
+        for source, to in step.share.links:
+            self.links_into.setdefault(to, []).append(source)
+            self.links_from.setdefault(source, []).append(to)
+        self.edges_of: dict[int, list[int]] = {}
+        self.outputs_of: dict[int, set[str]] = {}
+        ends = zip(step.edges.source.tolist(), step.edges.destination.tolist(), strict=True)
+        for edge, (source, destination) in enumerate(ends):
+            self.edges_of.setdefault(source, []).append(edge)
+            self.edges_of.setdefault(destination, []).append(edge)
+            self.outputs_of.setdefault(source, set()).add(self.inlets[step.edges.inlet[edge]].output)
 
 
 def _same_kind(old: Item, new: Item) -> bool:
@@ -106,65 +134,47 @@ def _same_kind(old: Item, new: Item) -> bool:
 def _recost(step: StepStages, units: Sequence[int]) -> None:
     """Costs of these units anew; equal questions have equal answers, so the rest stays."""
     step.stage_costs = list(step.stage_costs)
+    known: dict[object, StageCost] = {}
     for unit in units:
-        step.stage_costs[unit] = step.pricing.stage(*step._question(unit))
-    if units:
-        fresh = unit_costs([step.stage_costs[unit] for unit in units])
-        at = np.array(units)
-        columns = [column.copy() for column in step.costs]
-        for column, values in zip(columns, fresh, strict=True):
-            column[at] = values
-        step.costs = type(step.costs)(*columns)
+        chunk, part = step.units.pairs[unit]
+        alike = (step.wiring.kinds[chunk], step.parts[chunk][part].items)
+        if alike not in known:
+            known[alike] = step.pricing.stage(*step._question(unit))
+        step.stage_costs[unit] = known[alike]
+    fresh = unit_costs([step.stage_costs[unit] for unit in units])
+    columns = [column.copy() for column in step.costs]
+    for column, values in zip(columns, fresh, strict=True):
+        column[units] = values
+    step.costs = type(step.costs)(*columns)
     step.alike = list(range(len(step)))  # whose strategies cost the same is asked anew
     step._strategies = {}
 
 
-def _remeasure(step: StepStages, units: Sequence[int], changed: set[int]) -> None:
-    """Bytes and times of the edges into and out of these units."""
+def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], where: Where) -> None:
+    """Bytes and times of the edges into and out of these units, and what leaves those whose own items changed."""
     edges, items = step.edges, step.share.items
-    is_touched = np.zeros(len(step), np.bool_)
-    is_touched[list(units)] = True
-    numbers = np.nonzero(is_touched[edges.source] | is_touched[edges.destination])[0]
-    inlets = [inlet for of in step.wiring.inlets for inlet in of]
     num_rows, edge_bytes, lag_ns = edges.num_rows.copy(), step.edge_bytes.copy(), step.lag_ns.copy()
-    members = [set(step.parts[chunk][part].items) if is_touched[u] else set() for u, (chunk, part) in _pairs(step)]
-    into = _links_into(step)
-    for e in numbers.tolist():
-        inlet = inlets[edges.inlet[e]]
+    rows_of: dict[object, int] = {}  # chunks with the same parts have the same edges
+    for e in sorted({edge for unit in units for edge in where.edges_of.get(unit, ())}):
         source, destination = int(edges.source[e]), int(edges.destination[e])
-        here = members[source] or set(_items(step, source))
-        wanted = _items(step, destination)
-        moved = [s for i in wanted for s in into.get(i, ())] if inlet.linked else wanted
-        rows = sum(items[i].sizes[inlet.rows] for i in moved if i in here)
-        num_rows[e], edge_bytes[e] = rows, rows * inlet.row_bytes
+        inlet = where.inlets[edges.inlet[e]]
+        key = (where.items[source], where.items[destination], inlet.rows, inlet.linked)
+        if key not in rows_of:
+            wanted: Iterable[int] = where.items[destination]
+            if inlet.linked:
+                wanted = (i for to in wanted for i in where.links_into.get(to, ()))
+            rows_of[key] = sum(items[i].sizes[inlet.rows] for i in wanted if i in where.members[source])
+        num_rows[e] = rows_of[key]
+        edge_bytes[e] = rows_of[key] * inlet.row_bytes
         if not step.is_local[e]:
             sender, receiver = int(step.worker[source]), int(step.worker[destination])
             lag_ns[e] = step.pricing.transfer_ns(sender, receiver, int(edge_bytes[e]))
     step.edges = edges._replace(num_rows=num_rows)
     step.edge_bytes, step.lag_ns = edge_bytes, lag_ns
-    output_bytes = step.output_bytes.copy()
-    for unit in units:
-        if changed.isdisjoint(_items(step, unit)):
-            continue
-        names = {inlets[i].output for i in np.unique(edges.inlet[edges.source == unit]).tolist()}
+    step.output_bytes = step.output_bytes.copy()
+    for unit in resized_units:
         outputs = step.wiring.outputs[step.units.chunk[unit]]
-        output_bytes[unit] = sum(
-            outputs[name][1] * sum(items[i].sizes[outputs[name][0]] for i in _items(step, unit)) for name in names
+        step.output_bytes[unit] = sum(
+            outputs[name][1] * sum(items[i].sizes[outputs[name][0]] for i in where.items[unit])
+            for name in where.outputs_of.get(unit, ())
         )
-    step.output_bytes = output_bytes
-
-
-def _pairs(step: StepStages) -> list[tuple[int, tuple[int, int]]]:
-    return list(enumerate(step.units.pairs))
-
-
-def _items(step: StepStages, unit: int) -> tuple[int, ...]:
-    chunk, part = step.units.pairs[unit]
-    return step.parts[chunk][part].items
-
-
-def _links_into(step: StepStages) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for source, to in step.share.links:
-        found.setdefault(to, []).append(source)
-    return found
