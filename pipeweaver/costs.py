@@ -16,11 +16,14 @@ from pipeweaver.schedule.ir import Chunk, Strategy
 
 class StrategyCost(NamedTuple):
     """A layer under a memory strategy: bytes held on its worker from forward to backward, beside what crosses its
-    boundary; what backward takes longer; and how long its tensors travel to host memory, once each way."""
+    boundary; what backward takes longer; how long its tensors travel to host memory, once each way; and what its
+    forward needs beyond what it leaves behind, its backward beyond what it finds: more than when all is kept."""
 
     saved_bytes: int
     extra_ns: int
     offload_ns: int = 0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
 
 
 LayerStrategies = Mapping[Strategy, StrategyCost]
@@ -55,28 +58,30 @@ class StageCost(NamedTuple):
 def with_strategies(cost: StageCost, strategies: Sequence[Strategy], layers: Sequence[LayerStrategies]) -> StageCost:
     """The cost of a stage whose layers follow these strategies; none means keep throughout.
 
-    While the backward of a layer that is recomputed runs, all that it saves is there. Raises ValueError if it is not
-    known what a strategy costs.
+    Raises ValueError if it is not known what a strategy costs.
     """
     if not any(strategy != "keep" for strategy in strategies):
         return cost
     if len(layers) != len(strategies):
         raise ValueError(f"{len(strategies)} memory strategies for a stage with costs of {len(layers)} layers")
-    extra, freed, most, away, away_ns = 0, 0, 0, 0, 0
+    extra, freed, away, away_ns = 0, 0, 0, 0
+    forward, backward = cost.forward_workspace_bytes, cost.backward_workspace_bytes
     for number, (strategy, known) in enumerate(zip(strategies, layers, strict=True)):
         if strategy not in known:
             raise ValueError(f"layer {number} of a stage cannot {strategy}: its costs know {', '.join(known)}")
-        less = known["keep"].saved_bytes - known[strategy].saved_bytes
-        extra, freed = extra + known[strategy].extra_ns, freed + less
+        chosen = known[strategy]
+        less = known["keep"].saved_bytes - chosen.saved_bytes
+        extra, freed = extra + chosen.extra_ns, freed + less
+        forward = max(forward, chosen.forward_workspace_bytes)
+        backward = max(backward, chosen.backward_workspace_bytes)
         if strategy == "offload":
-            away, away_ns = away + less, away_ns + known[strategy].offload_ns
-        else:
-            most = max(most, less)
+            away, away_ns = away + less, away_ns + chosen.offload_ns
     return cost._replace(
         backward_ns=cost.backward_ns + extra,
         input_ns=cost.input_ns + extra if cost.input_ns or cost.weight_ns else 0,
         saved_bytes=cost.saved_bytes - freed,
-        backward_workspace_bytes=cost.backward_workspace_bytes + most,
+        forward_workspace_bytes=forward,
+        backward_workspace_bytes=backward,
         offloaded_bytes=away,
         offload_ns=away_ns,
     )
@@ -174,8 +179,10 @@ class FlatCosts:
         saved, forward = self.row_bytes * rows, self._row_ns(chunk.module) * rows
         layer: LayerStrategies = {
             "keep": StrategyCost(saved_bytes=saved, extra_ns=0),
-            "recompute": StrategyCost(saved_bytes=0, extra_ns=forward),
-            "recompute-attention": StrategyCost(saved_bytes=saved // 2, extra_ns=forward // 4),
+            "recompute": StrategyCost(saved_bytes=0, extra_ns=forward, backward_workspace_bytes=saved),
+            "recompute-attention": StrategyCost(
+                saved_bytes=saved // 2, extra_ns=forward // 4, backward_workspace_bytes=saved - saved // 2
+            ),
             "offload": StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=saved * 1_000 // self.bytes_per_us),
         }
         nothing: LayerStrategies = dict.fromkeys(layer, StrategyCost(saved_bytes=0, extra_ns=0))

@@ -35,6 +35,9 @@ EFFICIENT_ROWS = 32_768
 MOST_ITEMS = 100_000
 """Items whose sizes are kept for looking up."""
 
+MOST_PARTS = 4096
+"""Parts whose sums are kept: until all layers have been asked for them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -74,7 +77,7 @@ class Coverage:
         return self.guessed_ns / self.total_ns if self.total_ns else 0.0
 
     def __str__(self) -> str:
-        return f"{self.guessed_share:.1%} of the time ({self.num_guessed} launches) rests on defaults"
+        return f"{self.guessed_share:.0%} of the time ({self.num_guessed} launches) rests on defaults"
 
 
 class Run(NamedTuple):
@@ -123,10 +126,12 @@ class SemuCosts:
         self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
         self._known: dict[tuple[LayerGraph, object, int], LayerCost] = {}
         self._variants: dict[tuple[LayerGraph, Strategy], LayerGraph] = {}
-        self._items: dict[int, tuple[Item, int]] = {}
+        self._items: dict[int, int] = {}
+        self._kept: list[Item] = []
+        self._tuples: dict[int, tuple[Sequence[Item], tuple[int, ...]]] = {}
         self._factors: Factors = {}
         self._numbers: dict[object, int] = {}
-        self._sums: tuple[object, int, Sums] | None = None
+        self._sums: dict[tuple[object, int], Sums] = {}
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         runs = self._runs(chunk.module, chunk.start, chunk.stop)
@@ -267,11 +272,16 @@ class SemuCosts:
         return tuple(found)
 
     def _strategy(self, cost: LayerCost, keep: LayerCost, backward: bool, factor: float) -> StrategyCost:
-        extra = 0.0
+        extra, degree = 0.0, self.layout.tensor_parallel
         if cost is not keep:
             extra = sum(cost.phase_ns.values()) - sum(keep.phase_ns.values()) + self.machine.overheads.recompute_ns
-        saved = cost.saved_bytes * self.layout.tensor_parallel if backward else 0
-        return StrategyCost(saved_bytes=saved, extra_ns=max(0, round(extra * factor)))
+        saved = cost.saved_bytes * degree if backward else 0
+        return StrategyCost(
+            saved_bytes=saved,
+            extra_ns=max(0, round(extra * factor)),
+            forward_workspace_bytes=max(0, cost.forward_live * degree - saved),
+            backward_workspace_bytes=max(0, cost.backward_live * degree - saved) if backward else 0,
+        )
 
     def _variant(self, layer: LayerGraph, strategy: Strategy) -> LayerGraph:
         key = (layer, strategy)
@@ -364,25 +374,47 @@ class SemuCosts:
         key = (layer, sizes, copies)
         if key not in self._known or not self.reuse:
             # Layers of one part follow each other: they share its sums.
-            if self._sums is None or self._sums[:2] != (sizes, copies):
-                self._sums = (sizes, copies, measure(items, links, copies, by_length=layer.by_length))
-            counts = layer.counts(items, links, copies, self._sums[2])
+            part = (sizes, copies)
+            if part not in self._sums:
+                if len(self._sums) >= MOST_PARTS:
+                    self._sums.clear()
+                self._sums[part] = measure(items, links, copies, by_length=layer.by_length)
+            counts = layer.counts(items, links, copies, self._sums[part])
             self._known[key] = layer_cost(counts, self.machine, self.layout, self.rules)
         return self._known[key]
 
     def _sizes(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> object:
         """All that the cost of a part may depend on, as something to look up by: a number per item."""
-        return tuple(map(self._size, items)), tuple(tuple(map(self._size, sources)) for sources in links)
+        return self._numbers_of(items), tuple([self._numbers_of_tuple(sources) for sources in links])
 
-    def _size(self, item: Item) -> int:
+    def _numbers_of_tuple(self, items: Sequence[Item]) -> tuple[int, ...]:
+        """The same, looked up where it is the very tuple that was asked for before: every layer asks for its links."""
+        if not items:
+            return ()
+        found = self._tuples.get(id(items))
+        if found is None or found[0] is not items:
+            if len(self._tuples) >= MOST_ITEMS:
+                self._tuples.clear()
+            found = (items, self._numbers_of(items))
+            if isinstance(items, tuple):
+                self._tuples[id(items)] = found
+        return found[1]
+
+    def _numbers_of(self, items: Sequence[Item]) -> tuple[int, ...]:
         """One number for all items of equal module and sizes."""
-        found = self._items.get(id(item))
-        if found is None or found[0] is not item:
+        known = self._items.get
+        found = [known(id(item)) for item in items]
+        if None in found:
             if len(self._items) >= MOST_ITEMS:
                 self._items.clear()
-            key = (item.module, *sorted(item.sizes.items()))
-            found = self._items[id(item)] = (item, self._numbers.setdefault(key, len(self._numbers)))
-        return found[1]
+                self._kept.clear()
+            for item in items:
+                if id(item) not in self._items:
+                    key = (item.module, *sorted(item.sizes.items()))
+                    self._items[id(item)] = self._numbers.setdefault(key, len(self._numbers))
+                    self._kept.append(item)  # so that no other item gets its id
+            found = [known(id(item)) for item in items]
+        return tuple(found)  # type: ignore[arg-type]
 
     def _parameters(self, name: str) -> Parameters:
         """Of a layer ("language.layers.3") or of one parameter of it ("language.before.embedding.weight")."""

@@ -449,8 +449,12 @@ def _one_row_per_item(given: Input, items: Sequence[Item]) -> bool:
 
 def _alike(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> bool:
     """Whether all items have equally many tokens, and equally many to attend to: some layers take them at once."""
-    pairs = zip(items, links, strict=True)
-    return len({(item.sizes["tokens"], sum(s.sizes["tokens"] for s in sources)) for item, sources in pairs}) <= 1
+    if len(items) < 2:
+        return True
+    first = items[0].sizes["tokens"]
+    if any(item.sizes["tokens"] != first for item in items):
+        return False
+    return len({sum([source.sizes["tokens"] for source in sources]) for sources in links}) <= 1
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ finds, in exact arithmetic, the linear form in them that traces of a few parts d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import groupby
 from math import lcm
@@ -42,10 +42,10 @@ def measure(
         _add(sums, "squares", tokens * tokens)
         for name, size in item.sizes.items():
             _add(sums, name, size)
-        for source in sources:
+        for source, count in _runs_of_equals(sources):
             for name, size in source.sizes.items():
-                _add(sums, f"{source.module}.{name}", size)
-            _add(sums, f"{source.module}.cross", tokens * source.sizes["tokens"])
+                _add(sums, f"{source.module}.{name}", count * size)
+            _add(sums, f"{source.module}.cross", count * tokens * source.sizes["tokens"])
     found = {"parts": 1} | {name: total * copies for name, total in sums.items() if total}
     if by_length and items:
         lengths = [item.sizes["tokens"] for item in items]
@@ -107,6 +107,20 @@ class Fit:
 
 def _add(sums: Sums, name: str, size: int) -> None:
     sums[name] = sums.get(name, 0) + size
+
+
+def _runs_of_equals(items: Sequence[Item]) -> Iterator[tuple[Item, int]]:
+    """(first, length) of runs of items with equal sizes: the images of a microbatch are many and mostly alike."""
+    first, count = None, 0
+    for item in items:
+        if first is not None and item.sizes == first.sizes and item.module == first.module:
+            count += 1
+            continue
+        if first is not None:
+            yield first, count
+        first, count = item, 1
+    if first is not None:
+        yield first, count
 
 
 def _runs(shapes: Sequence[object], copies: int) -> int:

@@ -42,7 +42,7 @@ def make_worker(graph, placement, transport, optimizer=None, dtype=torch.float64
         modules=modules,
         parameters=named_parameters(graph, modules),
         transport=transport,
-        load=load,
+        load=more.pop("load", load),
         optimizer=optimizer or OptimizerConfig(clip_norm=0.0),
         seed=SEED,
         dtype=dtype,
