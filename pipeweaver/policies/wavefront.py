@@ -25,7 +25,7 @@ from pipeweaver.planner.partition import task_modules
 from pipeweaver.policies.policy import Place as PlaceRun
 from pipeweaver.policies.policy import PlanStep, Policy
 from pipeweaver.schedule.compile import compile_plan
-from pipeweaver.schedule.groups import layers_on
+from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Draft, Placement, Prediction
 from pipeweaver.wavefront.baselines import sequential, task_parallel
 from pipeweaver.wavefront.bind import bind, cluster_of
@@ -205,7 +205,7 @@ def _too_much(
     share: Share, predicted: Prediction, placement: Placement, graph: ModelGraph, costs: Costs, budget_bytes: int
 ) -> str:
     worker = max(range(placement.workers), key=lambda worker: predicted.peak_bytes[worker])
-    static = sum(costs.static_bytes(layer) for layer in layers_on(graph, placement, worker))
+    static = static_bytes(graph, placement, costs)[worker]
     return (
         f"no wavefront plan of step {share.step} fits: worker {worker} needs {predicted.peak_bytes[worker]:,} bytes even in "
         f"the most passes that its samples allow, {predicted.peak_bytes[worker] - budget_bytes:,} more than the budget of "

@@ -48,7 +48,7 @@ from pipeweaver.schedule.flat import (
     records,
     starts,
 )
-from pipeweaver.schedule.groups import layers_on, parameter_groups
+from pipeweaver.schedule.groups import layers_on, parameter_groups, static_bytes
 from pipeweaver.schedule.ir import Draft, ParameterGroup, Placement, Plan, Strategy
 from pipeweaver.schedule.memory import flat_peak_bytes
 from pipeweaver.schedule.stages import (
@@ -454,7 +454,7 @@ def _ending(graph: ModelGraph, placement: Placement, costs: Costs, num_replicas:
         counts.append(len(rows) - before)
     return _Ending(
         groups=groups,
-        static_bytes=tuple(sum(costs.static_bytes(layer) for layer in layers) for layers in held),
+        static_bytes=static_bytes(graph, placement, costs),
         start=starts(counts),
         rows=np.array(rows, np.int64).reshape(-1, 5),
     )

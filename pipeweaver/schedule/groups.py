@@ -7,6 +7,8 @@ Example: a tied embedding with its first end on worker 0 and its head on worker 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeweaver.costs import Costs
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import ParameterGroup, Placement
@@ -25,10 +27,12 @@ def layers_on(graph: ModelGraph, placement: Placement, worker: int) -> tuple[str
 
 
 def static_bytes(graph: ModelGraph, placement: Placement, costs: Costs) -> tuple[int, ...]:
-    """What each worker holds throughout: parameters, gradients, optimizer state."""
+    """What each worker holds throughout: parameters, gradients and optimizer state. A tied parameter both of whose ends
+    are on a worker is there once."""
     return tuple(
-        sum(costs.static_bytes(layer) for layer in layers_on(graph, placement, worker))
-        for worker in range(placement.workers)
+        sum(costs.static_bytes(layer) for layer in layers)
+        - sum(costs.static_bytes(parameter) for parameter in _tied_on(graph, layers))
+        for layers in (layers_on(graph, placement, worker) for worker in range(placement.workers))
     )
 
 
@@ -61,3 +65,14 @@ def parameter_groups(graph: ModelGraph, placement: Placement, costs: Costs) -> t
         ParameterGroup(parameters=tuple(sorted(names)), holders=group, num_bytes=sum(num_bytes[n] for n in names))
         for group, names in sorted(by_holders.items())
     )
+
+
+def _tied_on(graph: ModelGraph, layers: Sequence[str]) -> list[str]:
+    """Canonical names of the tied parameters that these layers hold twice."""
+    found = []
+    for module in graph.modules:
+        for alias, canonical in module.tied.items():
+            ends = [f"{module.name}.{parameter}" for parameter in (alias, canonical)]
+            if all(any(end.startswith(layer + ".") for layer in layers) for end in ends):
+                found.append(ends[1])
+    return found

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pipeweaver.costs import Costs
-from pipeweaver.schedule.ir import Chunk
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.model.language import LanguageConfig
+from pipeweaver.model.language import language as text_model
+from pipeweaver.schedule.groups import static_bytes
+from pipeweaver.schedule.ir import Chunk, Placement
 from pipeweaver.semu.costs import Optimizer, SemuCosts
 from pipeweaver.semu.latency import Launch
 from pipeweaver.semu.layer import Operator
@@ -138,3 +143,15 @@ def test_memory_strategies_trade_bytes_for_time() -> None:
     frozen = SemuCosts(tiny_vlm(2, trainable=False), load_machine("H800"), widths=WIDTHS)
     vision = Chunk(task="main", module="vision", start=0, stop=2, worker=0)
     assert [set(option) for option in frozen.strategies(vision, IMAGES, [[], []])] == [{"keep"}] * 4
+
+
+def test_tied_parameters_are_held_once_where_both_ends_are() -> None:
+    config = LanguageConfig(layers=2, hidden=64, heads=8, kv_heads=4, ffn=96, vocab=128, tied=True)
+    graph = ModelGraph(modules=(text_model("language", config, []),), flows=())
+    found = SemuCosts(graph, load_machine("H800"))
+    whole = Chunk(task="main", module="language", start=0, stop=2, worker=0)
+    halves = (replace(whole, stop=1), replace(whole, start=1, worker=1))
+    (together,) = static_bytes(graph, Placement(workers=1, chunks=(whole,)), found)
+    apart = static_bytes(graph, Placement(workers=2, chunks=halves), found)
+    embedding = 128 * 64 * (2 + 4 + 12)
+    assert sum(apart) - together == embedding == found.static_bytes("language.before.embedding.weight")
