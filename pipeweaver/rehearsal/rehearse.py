@@ -14,11 +14,13 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from pipeweaver.cluster import available_cores
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.rehearsal.links import marks_for
 from pipeweaver.rehearsal.script import Report, Script, read_reports, scene, write_script
@@ -26,6 +28,9 @@ from pipeweaver.rehearsal.stretch import LEAST_STAGE_NS, stretch, stretched
 from pipeweaver.runtime.launch import launch
 from pipeweaver.runtime.process import RunError
 from pipeweaver.schedule.ir import Measurement, Plan, Span
+
+MOST_PER_CORE = 8
+"""Workers that share a core without being late for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,13 @@ def rehearse(
         watchdog_s=watchdog_s,
     )
     num_ranks = script.num_workers * script.num_replicas
+    cores = len(available_cores())
+    if num_ranks > MOST_PER_CORE * cores:
+        warnings.warn(
+            f"{num_ranks} worker processes on {cores} cores: the runtime itself will be late, and differences from the "
+            f"emulation say little; {MOST_PER_CORE * cores} are fine",
+            stacklevel=2,
+        )
     with tempfile.TemporaryDirectory(prefix="pipeweaver-rehearsal-") as name:
         folder = Path(name)
         write_script(folder, script)

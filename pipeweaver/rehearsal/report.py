@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator
 
 from pipeweaver.rehearsal.rehearse import Rehearsed, RehearsedStep
+from pipeweaver.rehearsal.stretch import LEAST_STAGE_NS
 from pipeweaver.runtime.describe import describe
 from pipeweaver.runtime.transport import Address
 from pipeweaver.schedule.ir import Action, Compute, Load, Norm, Reduce, Settle, Step, Wait
@@ -23,7 +24,9 @@ def render(found: Rehearsed) -> list[str]:
     plans = found.steps[0].plans
     workers = f"{plans[0].placement.workers} workers" + (f" in each of {len(plans)} replicas" if len(plans) > 1 else "")
     pace = (
-        "no slower" if found.factor == 1 else f"{found.factor:.3g} times as slow, so that the median stage takes 30 ms"
+        "no slower"
+        if found.factor == 1
+        else f"{found.factor:.3g} times as slow, so that the median stage takes {LEAST_STAGE_NS / 1e6:.0f} ms"
     )
     lines = [f"{workers}, {found.name}; {pace}"]
     for step in found.steps:

@@ -94,6 +94,8 @@ def emulated_plans(
 ) -> tuple[ModelGraph, SemuCosts, list[tuple[Plan, ...]]]:
     """The plans of some steps, per step and replica, that a job would have on a machine. Raises as `estimate` does."""
     device = load_machine(machine)
+    _check_steps(job, steps)
+    _check_degree(job, tensor_parallel)
     graph = prepare.job_graph(job)
     datasets = prepare.job_datasets(job)["train"]
     loaders = prepare.job_loaders(job, datasets)
@@ -119,7 +121,8 @@ def peak(plan: Plan, worker: int) -> Peak:
     sizes: dict[object, tuple[str, int]] = {}
     for action in actions[: highest + 1]:
         for buffer, num_bytes in allocations(action):
-            sizes[buffer] = (buffer.kind, num_bytes)
+            # What is on the host takes none of the worker's memory.
+            sizes[buffer] = (buffer.kind, 0 if buffer.kind == "host" else num_bytes)
         if isinstance(action, Free) and action is not actions[highest]:
             for buffer in action.buffers:
                 del sizes[buffer]
@@ -135,22 +138,53 @@ def peak(plan: Plan, worker: int) -> Peak:
 def render(found: Estimate) -> list[str]:
     """Step time, MFU with FLOPs per module, memory per worker, and how much rests on defaults."""
     lines = [
-        f"step time {found.step_ns / 1e9:.4g} s on {found.num_devices} x {found.machine.name}, MFU {found.mfu:.1%}",
+        f"step time {found.step_ns / 1e9:.4g} s on {found.num_devices} x {found.machine.name}, MFU {100 * found.mfu:.3g} %",
         "model FLOPs per step: " + ", ".join(f"{name} {flops:.3g}" for name, flops in found.flops.items()),
     ]
     for plan in found.plans:
         for worker in range(plan.placement.workers):
             most = peak(plan, worker)
             owner = max(most.parts, key=lambda name: most.parts[name])
-            listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in most.parts.items() if size)
+            listed = ", ".join(f"{_WORDS[name]} {format_bytes(size)}" for name, size in most.parts.items() if size)
             replica = f"replica {plan.replica} " if len(found.plans) > 1 else ""
             lines.append(
                 f"{replica}worker {worker}: peak {format_bytes(most.num_bytes)} at {most.action}, "
-                f"most of it {owner}: {listed}"
+                f"most of it {_WORDS[owner]}: {listed}"
             )
     coverage, machine = found.costs.coverage, found.machine
     lines.append(f"machine {machine.name}: {machine.calibrated or 'not calibrated'}; {coverage}; {machine.source}")
     return lines
+
+
+_WORDS = {
+    "static": "parameters, gradients, optimizer state",
+    "loaded": "loaded data",
+    "saved": "activations",
+    "output": "outputs",
+    "gradient": "gradients of inputs",
+    "received": "received tensors",
+    "weight": "kept for weight gradients",
+    "leaving": "on the way to the host",
+    "returned": "back from the host",
+    "workspace": "inside the running stage",
+}
+
+
+def _check_steps(job: Job, steps: range) -> None:
+    if steps.stop > job.run.steps:
+        raise ValueError(
+            f"{job.path}: there is no step {steps.stop - 1}: run.steps = {job.run.steps}, and steps count from 0"
+        )
+
+
+def _check_degree(job: Job, tensor_parallel: int) -> None:
+    for name, module in job.modules.items():
+        heads = getattr(module, "heads", tensor_parallel)
+        if heads % tensor_parallel:
+            raise ValueError(
+                f"{job.path}: --tensor-parallel {tensor_parallel}: {name} has {heads} heads, which so many devices cannot "
+                "share evenly"
+            )
 
 
 def _text(action: Action | None) -> str:

@@ -300,8 +300,8 @@ class LayerGraph:
                 loaded[name] = torch.empty(rows, self.widths[name], device="meta")
             else:
                 raise ValueError(
-                    f"layer {self.spec.kind} loads {name!r}, whose number of columns is not known: "
-                    f"give it as widths = {{{name!r}: COLUMNS}}"
+                    f"layer {self.spec.kind} loads {name!r}, whose number of columns is not known: the data set has to "
+                    "say it in its widths"
                 )
         return loaded
 

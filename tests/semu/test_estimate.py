@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from pipeweaver.cli import app
 from pipeweaver.config import load
+from pipeweaver.schedule.ir import Offload
 from pipeweaver.semu.estimate import estimate, peak, render
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.toml"
@@ -34,8 +35,17 @@ def test_an_estimate_adds_up() -> None:
     assert 3 * 2 * rows * 2 * block < found.flops["vision"] < 1.5 * 3 * 2 * rows * 2 * block
     assert found.mfu == pytest.approx(sum(found.flops.values()) / (2 * 8e10 * found.step_ns / 1e9))
     lines = render(found)
-    assert lines[0].startswith("step time") and "not calibrated; 100%" in lines[-1]
+    assert lines[0].startswith("step time") and "not calibrated; 100.0%" in lines[-1]
     assert sum(line.startswith("worker") for line in lines) == 2
+
+
+def test_what_is_on_the_host_is_not_in_the_peak() -> None:
+    found = estimate(load(DIGITS, ["tasks.main.microbatches=2"]), "H800")
+    (plan,) = found.plans
+    assert plan.prediction is not None
+    assert any(isinstance(action, Offload) for lane in plan.actions for action in lane)
+    assert tuple(peak(plan, worker).num_bytes for worker in range(2)) == plan.prediction.peak_bytes
+    assert not any("host 0" in line for line in render(found))
 
 
 def test_devices_of_a_worker_share_its_work() -> None:
@@ -50,6 +60,8 @@ def test_devices_of_a_worker_share_its_work() -> None:
     [
         (["estimate", str(DIGITS), "--machine", "H900"], "no machine 'H900'"),
         (["estimate", str(DIGITS), "--machine", "H800", "--set", "run.dtype=float64"], "peak_flops for float64"),
+        (["estimate", str(DIGITS), "--step", "1150"], "no step 1150: run.steps = 1150"),
+        (["estimate", str(DIGITS), "--tensor-parallel", "3"], "vision has 4 heads"),
         (["validate", "nowhere.csv", "--machine", "B200"], "nowhere.csv: cannot be read"),
     ],
 )
