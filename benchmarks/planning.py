@@ -6,7 +6,7 @@
                         the step time that a worker waits for its plan
     service_slowdown    median over the steps: step time with the service on, over that with the same plans read from files
     plans_16k_gpus_s    seconds for all plans of one step of VLM-XL on 16384 GPUs (128 replicas of 16 workers of 8 devices,
-                        32 microbatches each), H800 costs: samples assigned, planned and compiled by two planner
+                        32 microbatches each), H800 costs and memory: samples assigned, planned and compiled by two planner
                         processes, proven by the process that asked; kernels compiled, costs that know other batches
 
 Runs with the service and runs from files take turns. The first steps of a run, while libraries and the search's kernels
@@ -89,7 +89,9 @@ def plans_16k_gpus_s(replicas: int = REPLICAS) -> float:
     case = xl_case()
     sample = share_out(case.graph, case.batch(seed=1, microbatches=MICROBATCHES), 1, case.costs)
     options = PolicyOptions(chunks_per_worker=CHUNKS)
-    placement = POLICIES["dynamic"].place(case.graph, WORKERS, case.costs, sample, options)
+    placement = POLICIES["dynamic"].place(
+        case.graph, WORKERS, case.costs, sample, options, budget_bytes=case.budget_bytes
+    )
     setup = XlSetup(placement=placement, replicas=replicas)
     with Service(
         xl_planning(setup),
@@ -142,6 +144,7 @@ def xl_planning(setup: XlSetup) -> Planning:
         policy="dynamic",
         options=PolicyOptions(chunks_per_worker=CHUNKS),
         num_replicas=setup.replicas,
+        budget_bytes=case.budget_bytes,
     )
 
 
