@@ -168,9 +168,10 @@ def test_plans_to_replay_are_looked_for_first(tmp_path: Path) -> None:
 
 def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    done = run("plan", DIGITS, *SMALL, f"--set=run.output={output}")
+    done = run("plan", DIGITS, *SMALL, f"--set=run.output={output}", "--explain")
     assert done.returncode == 0, done.stderr
-    for words in ("peak memory", "items per part", "predicted step time", "no schedule of these stages takes less"):
+    shown = ("peak memory", "items per part", "predicted step time", "no schedule of these stages takes less")
+    for words in (*shown, "where the bubble is", "what each lever brings", "still possible by other orders"):
         assert words in done.stdout
     assert sorted(path.name for path in output.iterdir()) == [
         "plan-000000.json",
