@@ -153,7 +153,7 @@ def test_every_step_reports_the_losses_of_its_tasks(single):
     assert one.loss == pytest.approx(sum(loss * weights.get(name, 1) for name, loss in one.losses.items()))
 
 
-@pytest.mark.parametrize("policy", ["wavefront-levels", "task-parallel", "dynamic"])
+@pytest.mark.parametrize("policy", ["wavefront-levels", "dynamic"])
 def test_three_workers_train_like_one(single, tmp_path, policy):
     """The single worker moves nothing: what it computes has no seam where parameters of three workers move."""
     three = run(tmp_path / "three", "workers.pipeline=3", f"policy.name={policy}", num_workers=3, text=JOB)
