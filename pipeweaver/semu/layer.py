@@ -174,7 +174,7 @@ class LayerGraph:
         self.irregular = 0
         with torch.device("meta"), _WithoutValues():
             self.module: nn.Module = spec.build().to(dtype).requires_grad_(spec.trainable)
-        self._fits: dict[tuple[tuple[str, ...], bool], _Family] = {}
+        self._fits: dict[tuple[tuple[str, ...], tuple[bool, bool]], _Family] = {}
         self.roles: dict[str, Role] = {}
         self._traced_parameters: Parameters | None = None
 
@@ -447,14 +447,14 @@ def _one_row_per_item(given: Input, items: Sequence[Item]) -> bool:
     )
 
 
-def _alike(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> bool:
-    """Whether all items have equally many tokens, and equally many to attend to: some layers take them at once."""
+def _alike(items: Sequence[Item], links: Sequence[Sequence[Item]]) -> tuple[bool, bool]:
+    """Whether all items have equally many tokens, and also equally many to attend to: some layers take them at once."""
     if len(items) < 2:
-        return True
+        return True, True
     first = items[0].sizes["tokens"]
     if any(item.sizes["tokens"] != first for item in items):
-        return False
-    return len({sum([source.sizes["tokens"] for source in sources]) for sources in links}) <= 1
+        return False, False
+    return True, len({sum([source.sizes["tokens"] for source in sources]) for sources in links}) <= 1
 
 
 def _order(name: str) -> tuple[int, str]:
