@@ -344,6 +344,7 @@ class _Family:
 def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[Structure, Floats]:
     """Structure and one flat vector of all numbers of a trace."""
     lines: dict[tuple[object, ...], tuple[Operator, Floats]] = {}
+    live: dict[tuple[object, ...], set[int]] = {}
     for call, divided in zip(traced.calls, sharding.divided, strict=True):
         operator = Operator(
             name=call.name,
@@ -360,9 +361,12 @@ def _pack(traced: Trace, sharding: Sharding, loaded: tuple[str, ...]) -> tuple[S
         if key in lines:
             before = lines[key][1]
             before[:LIVE_ROWS] += numbers[:LIVE_ROWS]
-            before[LIVE_ROWS:] = np.maximum(before[LIVE_ROWS:], numbers[LIVE_ROWS:])
+            # Launches of a loop: what any of them holds, since which one holds most is no function of sums.
+            live[key].update(call.live)
+            before[LIVE_ROWS : LIVE_WHOLE + 1] = _by_cut(live[key], sharding, traced)
+            before[GATHERED] = max(before[GATHERED], numbers[GATHERED])
         else:
-            lines[key] = (operator, numbers)
+            lines[key], live[key] = (operator, numbers), set(call.live)
     storages = traced.storages
     # A loss goes nowhere: it waits for its backward with what else is saved.
     leaving = {number for name, number in traced.outputs.items() if name != "loss"}
