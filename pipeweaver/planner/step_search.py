@@ -54,6 +54,8 @@ LEAST_GAIN = 0.001
 """What a neighbour must bring: the more stages, the more actions, whose own time is in no cost."""
 ATTEMPTS = 3
 """How often limits are lowered, by twice what a compiled plan exceeds its budget by, before the try is given up."""
+CHEAP = 0.01
+"""What the halves of backwards may take longer than whole ones, for splitting to be tried first."""
 MARGIN = 0.015
 """Share of the memory for stages that is left to copies on their way to the host and back, where units are lean."""
 
@@ -173,9 +175,9 @@ class StepPlanner:
     def _climb(self) -> Iterator[Choice]:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders = self._ladders
-        split = ladders.splits[-1]
         wanted = 4 if self.limited else 2
-        here = Choice(parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)), split=split)
+        here = Choice(parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)))
+        here = here._replace(split=ladders.splits[-1] and self._halves_are_cheap(here))
         yield here
         if self.limited:
             # What keeps everything is known soonest; it is rarely best.
@@ -195,6 +197,13 @@ class StepPlanner:
                 if found is not None and found < before * (1 - LEAST_GAIN):
                     here, climbing = neighbour, True
                     break
+
+    def _halves_are_cheap(self, choice: Choice) -> bool:
+        """Whether a split backward takes about as long as a whole one: then splitting is tried first, else last."""
+        costs = self._step(choice).costs
+        can = costs.weight_ns > 0
+        halves, whole = (costs.input_ns + costs.weight_ns)[can].sum(), costs.backward_ns[can].sum()
+        return bool(halves <= whole * (1 + CHEAP))
 
     def _try(self, choice: Choice) -> None:
         """Search a little over the orders of a choice, and take it if it is the best so far."""

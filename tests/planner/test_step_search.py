@@ -169,3 +169,29 @@ def test_units_hold_no_more_than_their_level(level):
     assert {strategy for of in only for strategy in of} <= {"keep", "recompute"}
     none, kept = leaned(step, level, ())
     assert not any(none) and (kept.saved_bytes == step.costs.saved_bytes).all()
+
+
+class DearHalves:
+    """Flat costs whose split backwards take half as long again as whole ones."""
+
+    def __init__(self, costs):
+        self._costs = costs
+
+    def __getattr__(self, name):
+        return getattr(self._costs, name)
+
+    def stage(self, chunk, items, links):
+        cost = self._costs.stage(chunk, items, links)
+        return cost._replace(input_ns=cost.backward_ns, weight_ns=cost.backward_ns // 2)
+
+
+def test_a_split_backward_is_not_chosen_where_it_costs_more_than_it_brings():
+    graph = graph_of("one")
+    share = share_of(graph, [0] * 6)
+    costs = flat_costs(graph)
+    placement = by_modality(graph, 2, layer_costs(graph, costs, [share]), task_modules(graph, [share]), {})
+    for rounds in (1, 100):
+        planner = StepPlanner(graph, placement, share, DearHalves(costs))
+        planner.run(rounds)
+        draft, _ = planner.plan()
+        assert {stage.phase for order in draft.order for stage in order} == {"F", "B"}
