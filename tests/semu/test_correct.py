@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from pipeweaver.data.items import Item
-from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Part, Placement, Plan, Span, Stage
-from pipeweaver.semu.correct import uncorrected_ns, updated
+from pipeweaver.schedule.ir import Chunk, Compute, Free, Measurement, Part, Placement, Plan, Post, Span, Stage, Wait
+from pipeweaver.semu.correct import GAIN, uncorrected_ns, updated
 
 
 def plan_of(durations):
@@ -84,3 +84,14 @@ def test_workers_are_corrected_each_for_itself():
     corrected = replace(plan, actions=(plan.actions[0], (replace(other, duration_ns=1_100),)))
     assert uncorrected_ns([corrected], {"vision/1": 1.1}) == 1_000
     assert uncorrected_ns([corrected], {}) == 1_100
+
+
+def test_posts_and_frees_behind_a_stage_are_its_time_and_waits_are_not():
+    plan = plan_of({"vision": 1_000})
+    (stage,) = plan.actions[0]
+    actions = (Post(transfer=0), stage, Post(transfer=1), Free(buffers=()), Wait(transfer=0), Post(transfer=2))
+    plan = replace(plan, actions=(actions,))
+    ends = [400, 1_400, 1_450, 1_500, 9_000, 9_900]
+    spans = tuple(Span(start, end) for start, end in zip([0, *ends], ends, strict=False))
+    measured = Measurement(spans=(spans,), transfers=(), step_ns=ends[-1])
+    assert updated({}, [plan], [measured])["vision/0"] == pytest.approx(1.1**GAIN)
