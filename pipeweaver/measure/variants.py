@@ -55,11 +55,11 @@ def _variant(graph: ModelGraph, gradients: Gradients, module: Module, position: 
     needs = [
         name
         for name, tensor in carried.items()
-        if backward and tensor.grad and gradients.flows(module.name, position - 1, module.name, name)
+        if backward and tensor.grad and gradients.flows(module.name, position - 1, module.name, name, (position,))
     ]
     for name in spec.reads:
         flow, origin, tensor = sent[name]
-        if backward and tensor.grad and gradients.flows(flow.source, origin, module.name, name):
+        if backward and tensor.grad and gradients.flows(flow.source, origin, module.name, name, (position,)):
             needs.append(name)
     last = position == max(specs)
     loss = last and module.loss is not None

@@ -6,6 +6,8 @@ frozen encoder with a projector that learns: only the projector's chunk has a ba
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, positions, topological
 from pipeweaver.schedule.ir import Chunk, Placement
 
@@ -57,14 +59,17 @@ class Gradients:
         self.trained = trained
         self.backward = {key: trained[key] and lost[key] for key in trained}
 
-    def flows(self, origin: str, position: int, destination: str, name: str) -> bool:
-        """Whether the tensor sent at a position of `origin` gets a gradient from input `name` of `destination`."""
-        if not self.backward[origin, position]:
-            return False
+    def flows(self, origin: str, position: int, destination: str, name: str, inside: Collection[int]) -> bool:
+        """Whether the tensor sent at a position of `origin` gets a gradient from those layers of `destination` at
+        positions `inside` that take it in as `name`. Not all of them need to: layers behind the last loss have no
+        backward."""
         if origin == destination and name in {spec.name for spec in _layer(self.graph, origin, position).carries}:
-            return True
-        readers = [p for p, layer in positions(self.graph.by_name[destination]) if name in layer.reads]
-        return any(self.backward[destination, reader] for reader in readers)
+            readers = [position + 1]
+        else:
+            readers = [p for p, layer in positions(self.graph.by_name[destination]) if name in layer.reads]
+        return self.backward[origin, position] and any(
+            self.backward[destination, reader] for reader in readers if reader in inside
+        )
 
     def _arriving(self, module: Module, position: int, layer: LayerSpec) -> list[tuple[str, int]]:
         arriving: list[tuple[str, int]] = []

@@ -100,7 +100,7 @@ def _wiring(graph: ModelGraph, placement: Placement, dtype: str) -> Wiring:
                     rows=spec.rows,
                     width=spec.width,
                     dtype=dtype if spec.dtype == "model" else spec.dtype,
-                    grad=spec.grad and gradients.flows(origin, position, chunk.module, name),
+                    grad=spec.grad and gradients.flows(origin, position, chunk.module, name, inside[number]),
                 )
             )
         inlets.append(tuple(found))

@@ -94,7 +94,12 @@ def make_plans(
     costs = FlatCosts(
         layers={module.name: len(module.layers) for module in graph.modules},
         row_ns={module.name: draw.randint(300, 3000) for module in graph.modules},
-        missing=frozenset(f"{module.name}.before" for module in graph.modules if module.before is None),
+        missing=frozenset(
+            f"{module.name}.{end}"
+            for module in graph.modules
+            for end, layer in (("before", module.before), ("after", module.after))
+            if layer is None
+        ),
     )
     options = PolicyOptions(
         encoder_first=case.workers == 1 and draw.random() < 0.5,

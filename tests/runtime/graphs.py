@@ -66,6 +66,18 @@ class Features(nn.Module):
         return out
 
 
+class Early(nn.Module):
+    """A layer in the middle of an encoder that also sends its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.features = Mix(adds="residual"), Features()
+
+    def forward(self, state, part):
+        state = self.mix(state, part)
+        return state | self.features(state, part)
+
+
 class Tokens(nn.Module):
     """The `before` of a language model: placeholders (token 0) take the features in order."""
 
@@ -138,6 +150,19 @@ def encoder(name="vision", layers=2, *, extra=False, trainable=True) -> Module:
     )
 
 
+def early_encoder(layers=3) -> Module:
+    """Features leave the layer before the last, as LLaVA takes them: no loss comes after the last one, which has no
+    backward, though it takes in what others get a gradient for."""
+    blocks = list(_blocks("vision", max(3, layers), True))
+    features = TensorSpec(name="features", rows="features", width=WIDTH)
+    skipped = TensorSpec(name="skipped", width=WIDTH)
+    blocks[-3] = LayerSpec(kind="vision.sender", build=lambda: Mix(sends="skipped"), carries=(X,), sends=(skipped,))
+    blocks[-2] = LayerSpec(kind="vision.early", build=Early, reads=("residual",), carries=(X,), sends=(features,))
+    blocks[-1] = LayerSpec(kind="vision.reader", build=lambda: Mix(adds="residual"), reads=("residual",), carries=(X,))
+    before = LayerSpec(kind="vision.before", build=Pixels, loads=("pixels",), carries=(X,))
+    return Module(name="vision", before=before, layers=tuple(blocks))
+
+
 def language(layers=3, *, reads=(), tied=False, sends=False, skip=False, detached=False) -> Module:
     blocks = list(_blocks("language", layers, True))
     if skip:
@@ -206,6 +231,10 @@ def graph_of(kind: str, layers: int = 3) -> ModelGraph:
         case "skip":
             residual = Flow(source="language", tensor="skipped", destination="language", name="residual")
             return ModelGraph(modules=(language(max(4, layers), skip=True),), flows=(residual,))
+        case "early features":
+            residual = Flow(source="vision", tensor="skipped", destination="vision", name="residual")
+            modules = (early_encoder(layers), language(layers, reads=("vision",)))
+            return ModelGraph(modules=modules, flows=(features, residual))
         case "tied":
             modules = (encoder(layers=layers), language(layers, reads=("vision",), tied=True))
             return ModelGraph(modules=modules, flows=(features,))
@@ -222,6 +251,7 @@ GRAPHS = (
     "frozen encoder",
     "two tensors",
     "skip",
+    "early features",
     "tied",
 )
 

@@ -52,7 +52,7 @@ def check_edges(plan: FlatPlan, graph: ModelGraph, dtype: str) -> None:
             first, stop = np.searchsorted(sorted_key, input_key), np.searchsorted(sorted_key, input_key, side="right")
             mine = np.concatenate([np.arange(a, b) for a, b in zip(first, stop, strict=True)] or [order[:0]])
             taken[mine] = True
-            grad = spec.grad and gradients.flows(origin, position, module.name, name)
+            grad = spec.grad and gradients.flows(origin, position, module.name, name, covered[number])
             wanted = (spec.name, spec.width, dtype if spec.dtype == "model" else spec.dtype, grad)
             _check_kind(plan, order[mine], name, number, origin, position, wanted, covered)
             whole = _brought_whole(packed, number, origin == module.name, order, first, stop, spec.rows, edges)
