@@ -45,25 +45,29 @@ def placement_of(graphs: Sequence[MetaGraph], schedules: Sequence[Schedule]) -> 
 
 
 def with_idle(placement: Placement, tasks: Mapping[str, Sequence[str]], graph: ModelGraph) -> Placement:
-    """The placement with chunks for the modules that a task uses but the planned batch had no items for.
+    """The placement with chunks for the modules that a task uses but a pass had no items for in the planned batch.
 
-    Each is whole, on the worker with the fewest layers, in every pass of its task. `tasks` are the modules of each.
+    They are those of the first pass that has the module; where none has, the module is whole on the worker with the
+    fewest layers. Every pass of a task gets all of its modules. `tasks` are the modules of each.
     """
     starts = [0, *placement.passes, len(placement.chunks)]
     passes = [list(placement.chunks[a:b]) for a, b in pairwise(starts)]
     layers = [0] * placement.workers
     for chunk in placement.chunks:
         layers[chunk.worker] += chunk.stop - chunk.start
-    known = {(chunk.task, chunk.module) for chunk in placement.chunks}
     for task, modules in tasks.items():
         own = [chunks for chunks in passes if any(chunk.task == task for chunk in chunks)] or passes[:1]
         for name in modules:
-            if (task, name) not in known:
+            in_each = [[chunk for chunk in chunks if (chunk.task, chunk.module) == (task, name)] for chunks in own]
+            home = next((found for found in in_each if found), None)
+            if home is None:
                 worker = min(range(placement.workers), key=lambda worker: (layers[worker], worker))
                 count = len(graph.by_name[name].layers)
                 layers[worker] += count
-                for chunks in own:
-                    chunks.append(Chunk(task=task, module=name, start=0, stop=count, worker=worker))
+                home = [Chunk(task=task, module=name, start=0, stop=count, worker=worker)]
+            for chunks, found in zip(own, in_each, strict=True):
+                if not found:
+                    chunks += home
     firsts = list(accumulate(len(chunks) for chunks in passes))
     return Placement(
         workers=placement.workers,

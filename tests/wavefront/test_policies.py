@@ -107,6 +107,18 @@ def test_idle_modules_get_a_chunk_in_every_pass_of_their_task():
     assert slices_of(found) == [[0], [1], [2], [3]]
 
 
+def test_a_pass_that_had_no_items_of_a_module_has_it_where_another_pass_has():
+    graph = graph_of(2)
+    text = Chunk(task="a", module="language", start=0, stop=4, worker=0)
+    images = [Chunk(task="a", module="vision", start=0, stop=2, worker=worker) for worker in (0, 1)]
+    placement = Placement(workers=2, chunks=(text, *images, text), passes=(1,))
+    found = with_idle(placement, {"a": ("vision", "language")}, graph)
+    assert (found.passes, found.chunks) == ((3,), (text, *images, *images, text))
+    share = renamed_to(share_of(graph, {"caption": 4}), "a")
+    costs = costs_of(graph)
+    verify([compile_plan(graph, share, draft_of(graph, found, share, costs), costs)], graph, [share])
+
+
 def test_passes_come_where_activations_do_not_fit_at_once():
     graph = graph_of(3)
     share = share_of(graph, {"caption": 8, "text": 8}, uneven=False)
