@@ -88,8 +88,10 @@ def list_schedule(
 
     `limits` [P]: bytes that each worker may use, None for no limit. `tails` [n]: ns from the start of a stage to the
     end of the step, for the cutoff. Groups are let in by the rank of their first stage. `reference` [n] is a sequence
-    of all stages that keeps to the limits, by default the groups' own. Raises LimitError.
+    of all stages that keeps to the limits, by default the groups' own; with `rules.most_open` no other will do, for its
+    first stage might be of a group that is not let in. Raises LimitError.
     """
+    assert reference is None or not rules.most_open, rules
     limited = limits is not None and exceeds(problem, limits)
     bounds = limits if limits is not None and limited else np.zeros(problem.num_workers, np.int64)
     order = group_order(problem, rank)
@@ -313,7 +315,8 @@ def _run(  # type: ignore[no-untyped-def]
                 if s >= 0:
                     break
             refused_by[w] = refusal if s < 0 else 0
-        # 4. Run it.
+        # 4. Run it. One that patience awaited may have been refused, and is allowed earlier than it is ready.
+        now = max(now, ready[s])
         if now + tails[s] >= cutoff:
             return start, sequence, _CUT
         start[s], sequence[scheduled] = now, s

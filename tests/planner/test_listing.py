@@ -43,6 +43,14 @@ def test_whatever_fits_alone_is_scheduled_within_the_limit(problem, rules, seed,
     assert (peaks(problem, schedule.sequence) <= limits).all()
 
 
+@pytest.mark.parametrize("seed", [798, 1590, 1788, 1819, 1871])
+def test_what_was_awaited_and_refused_starts_no_earlier_than_it_is_ready(seed):
+    problem = chains(seed, workers=2 + seed % 7, microbatches=8, depth=6)
+    rank = np.random.default_rng(seed).random(problem.num_stages)
+    limits = needed_alone(problem).max(axis=0)
+    check_times(problem, list_schedule(problem, rank, Rules("alternate", patience=10.0), limits))
+
+
 @given(PROBLEMS)
 def test_what_does_not_fit_alone_is_refused_with_numbers(problem):
     needed = needed_alone(problem).max(axis=0)
