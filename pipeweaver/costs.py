@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from pipeweaver.data.items import Item
+from pipeweaver.data.table import ItemTable
 from pipeweaver.schedule.ir import Chunk, Strategy
 
 
@@ -104,6 +105,10 @@ class Costs(Protocol):
         """Cost of running `items` through `chunk`; `links[i]` are the source items linked to items[i]."""
         ...
 
+    def stages(self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
+        """The same of many chunks, each with a part of the table's items."""
+        ...
+
     def strategies(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
     ) -> Sequence[LayerStrategies]:
@@ -129,6 +134,12 @@ class Costs(Protocol):
     def optimizer_ns(self, layer: str) -> int:
         """Clipping and stepping the parameters of one copy of a layer."""
         ...
+
+
+def one_by_one(costs: Costs, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
+    """`stages` of costs that gain nothing from being asked for many."""
+    sources = table.sources
+    return [costs.stage(chunk, [table.items[i] for i in of], [sources[i] for i in of]) for chunk, of in asked]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +182,9 @@ class FlatCosts:
             saved_bytes=self.row_bytes * rows * num_layers,
             weight_bytes=self.row_bytes * rows * num_layers,
         )
+
+    def stages(self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
+        return one_by_one(self, table, asked)
 
     def strategies(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeweaver.data.items import Item
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.gradients import Gradients, has_backward
 from pipeweaver.schedule.ir import Edge, Part, Placement, Rows
@@ -60,18 +61,17 @@ def connect(
     no part of a chunk that could supply it.
     """
     wired = wiring(graph, placement, dtype)
-    return edge_records(wired, Units(parts), edge_arrays(placement, wired, items, links, parts))
+    return edge_records(wired, Units(parts), edge_arrays(placement, wired, ItemTable(items, links), parts))
 
 
 def edge_arrays(
     placement: Placement,
     wired: Wiring,
-    items: Sequence[Item],
-    links: Sequence[tuple[int, int]],
+    table: ItemTable,
     parts: Parts,
 ) -> EdgeArrays:
     """All edges; see `connect`."""
-    index = _Index(placement, items, links, parts)
+    index = _Index(placement, table, parts)
     found: list[_Found] = []
     known: dict[tuple[object, ...], _Found] = {}
     number = 0
@@ -161,12 +161,9 @@ class _Group:
 class _Index:
     """Where each item is: in which part of which chunk, and from which row on."""
 
-    def __init__(
-        self, placement: Placement, items: Sequence[Item], links: Sequence[tuple[int, int]], parts: Parts
-    ) -> None:
+    def __init__(self, placement: Placement, table: ItemTable, parts: Parts) -> None:
         self.placement = placement
-        self.items = items
-        self.links = links
+        self.table = table
         self.units = Units(parts)
         self.group: list[int] = []
         self.groups: list[_Group] = []
@@ -177,34 +174,25 @@ class _Index:
             if same is None:
                 same = len(firsts)
                 firsts.append(chunk_parts)
-                self.groups.append(_group(chunk_parts, len(items)))
+                self.groups.append(_group(chunk_parts, len(table.items)))
             self.group.append(same)
-        self._sizes: dict[str, Ints] = {}
         self._sources: dict[str, tuple[Ints, Ints]] = {}
-
-    def sizes(self, rows: str) -> Ints:
-        """[items], -1 for those that have no such size."""
-        if rows not in self._sizes:
-            self._sizes[rows] = np.array([item.sizes.get(rows, -1) for item in self.items], np.int64)
-        return self._sizes[rows]
 
     def checked_sizes(self, rows: str, items: Ints) -> Ints:
         """[len(items)] rows of each of these items, all of which must have some."""
-        sizes = self.sizes(rows)[items]
+        sizes = self.table.sizes(rows)[items]
         if len(sizes) and sizes.min() < 0:
-            lacking = self.items[int(items[np.argmin(sizes)])]
+            lacking = self.table.items[int(items[np.argmin(sizes)])]
             raise ValueError(f"item {lacking.name} has no size {rows!r}, only {', '.join(sorted(lacking.sizes))}")
         return sizes
 
     def linked(self, origin: str) -> tuple[Ints, Ints]:
         """Items of module `origin` that are linked to each item: those of item i from `start[i]` on."""
         if origin not in self._sources:
-            pairs = [(source, to) for source, to in self.links if self.items[source].module == origin]
-            source, to = np.array(pairs, np.int64).reshape(-1, 2).T
-            order = np.argsort(to, kind="stable")
-            start = np.zeros(len(self.items) + 1, np.int64)
-            np.add.at(start, to + 1, 1)
-            self._sources[origin] = source[order], np.cumsum(start)
+            start, source = self.table.linked
+            modules = self.table.modules
+            here = self.table.module[source] == (modules.index(origin) if origin in modules else -1)
+            self._sources[origin] = source[here], _before(here)[start]
         return self._sources[origin]
 
 
@@ -247,7 +235,7 @@ def _gathered(index: _Index, chunk: int, inlet: Inlet) -> _Found:
         to = np.repeat(to, counts)
         first = np.repeat(start[items] - _before(counts)[:-1], counts)
         items = sources[np.arange(len(to)) + first]
-    sizes = index.sizes(inlet.rows)
+    sizes = index.table.sizes(inlet.rows)
     length = index.checked_sizes(inlet.rows, items)
     at = _before(length)[:-1]
     starts = np.searchsorted(to, np.arange(len(group.start) - 1))
@@ -265,7 +253,7 @@ def _gathered(index: _Index, chunk: int, inlet: Inlet) -> _Found:
     if len(items) and unit.min() < 0:
         lost = int(items[np.argmin(unit)])
         raise ValueError(
-            f"item {index.items[lost].name} is needed by {index.placement.chunks[chunk]} but no chunk runs it through "
+            f"item {index.table.items[lost].name} is needed by {index.placement.chunks[chunk]} but no chunk runs it through "
             f"layer {inlet.layer} of {inlet.origin}"
         )
     # Edges: distinct (part, source), in the order in which they first occur.

@@ -13,12 +13,14 @@ its I its W. A successor comes with a lag: the time that the tensor travels.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeweaver.costs import Costs, LayerStrategies, StageCost
 from pipeweaver.data.items import Item, Share, linked
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.connect import EdgeArrays, Ints, Parts, Units, edge_arrays
 from pipeweaver.schedule.ir import Chunk, Draft, Placement, Stage
@@ -83,7 +85,7 @@ class StepStages:
     """Units and edges of a step, whatever order its stages run in.
 
     [U]: `worker`, `microbatch`, `learns` (has a backward), `output_bytes` (of the distinct tensors that leave the
-    unit, whole), `costs`, `alike` (equal numbers cost the same). [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `grad`, and `is_whole`:
+    unit, whole), `costs`. [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `grad`, and `is_whole`:
     an edge alone brings an input, its rows in order; else the input is assembled in memory of its own.
     `work` is what `useful_ns` says of the share, where that is known already.
     """
@@ -110,19 +112,23 @@ class StepStages:
         self.microbatch: Ints = np.array([part.microbatch for of in parts for part in of], np.int64)
         learns = np.array(self.wiring.backward, np.bool_)[self.units.chunk]
         self.learns = np.zeros_like(learns) if forward_only else learns
-        self._sources = linked(share.items, share.links)
+        self.table = ItemTable(share.items, share.links)
         self._strategies: dict[int, Sequence[LayerStrategies]] = {}
-        self.alike = _alike(share, self.wiring, parts, self._sources)
-        firsts = {number: unit for unit, number in reversed(list(enumerate(self.alike)))}
-        distinct = [costs.stage(*self._question(firsts[number])) for number in range(len(firsts))]
-        self.stage_costs = [distinct[number] for number in self.alike]
+        chunks = placement.chunks
+        asked = [(chunks[chunk], part.items) for chunk, of in enumerate(parts) for part in of]
+        self.stage_costs = costs.stages(self.table, asked)
         self.costs = unit_costs(self.stage_costs)
-        self.edges: EdgeArrays = edge_arrays(placement, self.wiring, share.items, share.links, parts)
+        self.edges: EdgeArrays = edge_arrays(placement, self.wiring, self.table, parts)
         self._measure_edges()
 
     def __len__(self) -> int:
         """Number of units."""
         return len(self.units)
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """[U] equal numbers cost the same."""
+        return _alike(self.share, self.wiring, self.parts, self.table.sources)
 
     def layer_strategies(self, unit: int) -> Sequence[LayerStrategies]:
         """What each memory strategy costs, for every layer of a unit."""
@@ -135,7 +141,11 @@ class StepStages:
         """What costs are asked for."""
         chunk, part = self.units.pairs[unit]
         items = self.parts[chunk][part].items
-        return self.placement.chunks[chunk], [self.share.items[i] for i in items], [self._sources[i] for i in items]
+        return (
+            self.placement.chunks[chunk],
+            [self.share.items[i] for i in items],
+            [self.table.sources[i] for i in items],
+        )
 
     def _measure_edges(self) -> None:
         edges, inlets = self.edges, [inlet for of in self.wiring.inlets for inlet in of]
@@ -172,8 +182,7 @@ class StepStages:
                 here = takers[self.units.chunk[takers] == chunk]
                 key = (id(self.parts[chunk]), rows)
                 if key not in sums:
-                    sizes = [[self.share.items[i].sizes[rows] for i in part.items] for part in self.parts[chunk]]
-                    sums[key] = np.array([sum(of) for of in sizes], np.int64)
+                    sums[key] = self.table.sums(rows, [part.items for part in self.parts[chunk]])
                 total[here] += sums[key][self.units.part[here]] * row_bytes
         return total
 

@@ -14,19 +14,21 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from pipeweaver.costs import StageCost, StrategyCost
 from pipeweaver.data.items import Item
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
 from pipeweaver.semu.correct import Factors, key_of
-from pipeweaver.semu.latency import LayerCost, Layout, Rule, layer_cost
-from pipeweaver.semu.layer import LayerGraph, Parameters
+from pipeweaver.semu.latency import LayerCost, LayerCosts, Layout, Rule, gathered, layer_costs
+from pipeweaver.semu.layer import LayerGraph, Parameters, Records, counts_by_length, sizes_key
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.model_layers import inside, module_layers
+from pipeweaver.semu.stage import Run, stage_costs
 from pipeweaver.semu.symbolic import Sums, measure
 
 EFFICIENT_ROWS = 32_768
@@ -36,7 +38,12 @@ MOST_ITEMS = 100_000
 """Items whose sizes are kept for looking up."""
 
 MOST_PARTS = 4096
-"""Parts whose sums are kept: until all layers have been asked for them."""
+"""Parts whose sums are kept."""
+
+MOST_LAYERS, MOST_STAGES = 20_000, 100_000
+"""Costs of layers and of stages on parts that are kept."""
+
+_NOTHING = StageCost(forward_ns=0, backward_ns=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +87,6 @@ class Coverage:
         return f"{self.guessed_share:.0%} of the time ({self.num_guessed} launches) rests on defaults"
 
 
-class Run(NamedTuple):
-    """`repeats` equal layers, one after the other; `backward`: they take part in the backward."""
-
-    layer: LayerGraph
-    backward: bool
-    repeats: int
-
-
 class SemuCosts:
     """The Costs protocol, from traced layers on a machine. Equal questions have equal answers.
 
@@ -122,42 +121,62 @@ class SemuCosts:
         self.source = _source(machine, tensor_parallel)
         machine.peak(dtype)
         self._modules = module_layers(graph, getattr(torch, dtype), self.widths, machine.kernels, reuse)
+        self._by_length = counts_by_length(machine.kernels)
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
-        self._stages: dict[tuple[tuple[Run, ...], object], StageCost] = {}
-        self._known: dict[tuple[LayerGraph, object, int], LayerCost] = {}
+        self._stages: dict[object, StageCost] = {}
+        self._known: dict[tuple[LayerGraph, Sums, int], tuple[LayerCosts, int]] = {}
+        self._covered = np.zeros(3)
         self._variants: dict[tuple[LayerGraph, Strategy], LayerGraph] = {}
         self._items: dict[int, int] = {}
         self._kept: list[Item] = []
-        self._tuples: dict[int, tuple[Sequence[Item], tuple[int, ...]]] = {}
         self._factors: Factors = {}
         self._numbers: dict[object, int] = {}
         self._sums: dict[tuple[object, int], Sums] = {}
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
-        runs = self._runs(chunk.module, chunk.start, chunk.stop)
-        key = (runs, self._sizes(items, links))
-        if key not in self._stages or not self.reuse:
-            self._stages[key] = self._stage(runs, items, links, key[1])
-        factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
-        return self._stages[key] if factor == 1.0 else slower(self._stages[key], factor)
+        part = self._measured(items, links)
+        (cost,) = self._answers(self._runs(chunk.module, chunk.start, chunk.stop), [part], lambda _: (items, links))
+        return self._corrected(chunk, cost)
+
+    def stages(self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
+        def records(items: Sequence[int]) -> tuple[list[Item], list[Sequence[Item]]]:
+            return [table.items[i] for i in items], [table.sources[i] for i in items]
+
+        if not self.reuse:
+            return [self.stage(chunk, *records(items)) for chunk, items in asked]
+        parts = list({id(items): items for _, items in asked}.values())
+        sums = dict(zip(map(id, parts), measure(table, parts, by_length=self._by_length), strict=True))
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for number, (chunk, items) in enumerate(asked):
+            key = (chunk.module, chunk.start, chunk.stop, sums[id(items)].family)
+            alike.setdefault(key, []).append(number)
+        found: list[StageCost] = [_NOTHING] * len(asked)
+        for numbers in alike.values():
+            chunk = asked[numbers[0]][0]
+            chosen = [asked[number][1] for number in numbers]
+            runs = self._runs(chunk.module, chunk.start, chunk.stop)
+            costs = self._answers(runs, [sums[id(one)] for one in chosen], lambda i, of=chosen: records(of[i]))  # type: ignore[misc]
+            for number, cost in zip(numbers, costs, strict=True):
+                found[number] = self._corrected(asked[number][0], cost)
+        return found
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
         copies = max(1, -(-EFFICIENT_ROWS // max(1, rows)))
-        sizes = self._sizes(items, links)
+        part = self._measured(items, links, copies)
         total = 0.0
         for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
-            total += run.repeats * _duration_ns(self._layer(run.layer, items, links, sizes, copies), run.backward)
+            total += run.repeats * _duration_ns(self._layer(run.layer, part, items, links, copies), run.backward)
         of_module = [factor for key, factor in self._factors.items() if key.startswith(f"{module}/")]
         return round(total / copies * (sum(of_module) / len(of_module) if of_module else 1.0))
 
     def flops(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> float:
         """Model FLOPs of forward and backward of the items over the whole module: what a causal kernel skips and what
         no loss needs left out."""
-        sizes = self._sizes(items, links)
+        part = self._measured(items, links)
         total = 0.0
         for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
-            cost = self._layer(run.layer, items, links, sizes)
+            cost = self._layer(run.layer, part, items, links)
             total += run.repeats * sum(cost.phase_flops[phase] for phase in ("FIW" if run.backward else "F"))
         return total
 
@@ -225,25 +244,22 @@ class SemuCosts:
     @property
     def coverage(self) -> Coverage:
         """Of all layers costed so far, the share of time that rests on defaults instead of measurements."""
-        return Coverage(
-            total_ns=sum(sum(cost.phase_ns.values()) for cost in self._known.values()),
-            guessed_ns=sum(cost.guessed_ns for cost in self._known.values()),
-            num_guessed=sum(cost.num_guessed for cost in self._known.values()),
-        )
+        total_ns, guessed_ns, num_guessed = self._covered.tolist()
+        return Coverage(total_ns=total_ns, guessed_ns=guessed_ns, num_guessed=int(num_guessed))
 
     def layers(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]], strategies: Sequence[Strategy] = ()
     ) -> list[tuple[LayerCost, bool]]:
         """(cost, whether it takes part in the backward) of every layer of a stage, in order, under its memory strategy;
         without strategies, all keep what they save."""
-        sizes = self._sizes(items, links)
+        part = self._measured(items, links)
         runs = [run for run in self._runs(chunk.module, chunk.start, chunk.stop) for _ in range(run.repeats)]
         keep: Strategy = "keep"
         found = []
         for run, strategy in zip(runs, strategies or [keep] * len(runs), strict=True):
             again = strategy in ("recompute", "recompute-attention") and run.backward
             layer = self._variant(run.layer, strategy) if again else run.layer
-            found.append((self._layer(layer, items, links, sizes), run.backward))
+            found.append((self._layer(layer, part, items, links), run.backward))
         return found
 
     def strategies(
@@ -253,16 +269,16 @@ class SemuCosts:
 
         Recomputation is traced as the runtime does it, so it stops where nothing more is needed.
         """
-        sizes = self._sizes(items, links)
+        part = self._measured(items, links)
         factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
         found: list[dict[Strategy, StrategyCost]] = []
         for run in self._runs(chunk.module, chunk.start, chunk.stop):
-            keep = self._layer(run.layer, items, links, sizes)
+            keep = self._layer(run.layer, part, items, links)
             options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward, factor)}
             if run.backward:
                 recomputing: tuple[Strategy, Strategy] = ("recompute", "recompute-attention")
                 for strategy in recomputing:
-                    other = self._layer(self._variant(run.layer, strategy), items, links, sizes)
+                    other = self._layer(self._variant(run.layer, strategy), part, items, links)
                     options[strategy] = self._strategy(other, keep, True, factor)
             if run.backward and self.machine.kernels != "cpu":  # a CPU's memory is the host's
                 away = options["keep"].saved_bytes / self.layout.tensor_parallel
@@ -307,98 +323,82 @@ class SemuCosts:
             )
         return self._chunks[key]
 
-    def _stage(
-        self, runs: Sequence[Run], items: Sequence[Item], links: Sequence[Sequence[Item]], sizes: object
-    ) -> StageCost:
-        costs = [self._layer(run.layer, items, links, sizes) for run in runs]
-        degree = self.layout.tensor_parallel
-        forward, first, second, load_ns, weight, loaded = 0.0, 0.0, 0.0, 0.0, 0, 0
-        own: list[int] = []
-        held: list[int] = []
-        before = None
-        for run, cost in zip(runs, costs, strict=True):
-            # Whole nanoseconds, so that equal layers together take what they take one by one.
-            forward += run.repeats * round(cost.phase_ns["F"])
-            for name in cost.counts.structure.loaded:
-                num_bytes = cost.counts.tensor_bytes(name)
-                loaded += num_bytes
-                load_ns += self._load_ns(name, len(items), num_bytes)
-            own.append(0)
-            held.append(0)
-            if run.backward:
-                first += run.repeats * round(cost.phase_ns["I"])
-                second += run.repeats * round(cost.phase_ns["W"])
-                weight += run.repeats * cost.weight_bytes * degree
-                own[-1] = cost.saved_bytes * degree
-                entering = _between_bytes(before, cost, self.layout) if before else 0
-                between = _between_bytes(cost, cost, self.layout)
-                held[-1] = run.repeats * own[-1] + entering + (run.repeats - 1) * between
-            before = cost
-        learns = [run.backward for run in runs]
-        # Each kind of layer has the part make its own tables.
-        shared = {run.layer.spec.kind: cost.shared_bytes for run, cost in zip(runs, costs, strict=True)}
-        beside = self.machine.overheads
-        forward += beside.stage_forward_ns
-        backward = first + second + beside.stage_backward_ns if any(learns) else 0.0
-        put_off = sum(run.repeats * cost.launches * run.backward for run, cost in zip(runs, costs, strict=True))
-        input_ns = first + put_off * beside.split_ns + beside.stage_backward_ns if any(learns) else 0.0
-        forward_live = [cost.forward_live * degree for cost in costs]
-        backward_live = [cost.backward_live * degree * learns[i] for i, cost in enumerate(costs)]
-        return StageCost(
-            forward_ns=round(forward),
-            backward_ns=round(backward),
-            load_ns=round(load_ns),
-            input_ns=round(input_ns),
-            weight_ns=round(second * beside.split_weight),
-            loaded_bytes=loaded,
-            saved_bytes=sum(held) + sum(shared.values()) * degree * any(learns),
-            forward_workspace_bytes=_workspace(forward_live, own, held),
-            backward_workspace_bytes=_workspace(backward_live, own, held),
-            weight_bytes=weight,
-        )
+    def _corrected(self, chunk: Chunk, cost: StageCost) -> StageCost:
+        factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
+        return cost if factor == 1.0 else slower(cost, factor)
 
-    def _load_ns(self, name: str, num_items: int, num_bytes: int) -> float:
-        found = self.machine.loads.get(name)
-        if found is None:
-            return 1e9 * num_bytes / self.layout.tensor_parallel / self.machine.host_bandwidth
-        return found.part_ns + num_items * found.item_ns + num_bytes * found.byte_ns
+    def _answers(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[StageCost]:
+        """Costs of a stage on parts of one family, those that are known looked up."""
+        if not self.reuse:
+            return self._evaluated(runs, parts, records)
+        keys = self._keys(runs, parts, records)
+        missing = [i for i, key in enumerate(keys) if key not in self._stages]
+        if missing:
+            costs = self._evaluated(runs, [parts[i] for i in missing], lambda i: records(missing[i]))
+            keys = self._keys(runs, parts, records)
+            if len(self._stages) >= MOST_STAGES:
+                known = [self._stages.get(key) for key in keys]
+                self._stages.clear()
+                self._stages |= {key: cost for key, cost in zip(keys, known, strict=True) if cost is not None}
+            self._stages |= {keys[i]: cost for i, cost in zip(missing, costs, strict=True)}
+        return [self._stages[key] for key in keys]
+
+    def _keys(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[object]:
+        """All that the costs depend on: the sums, or the very sizes where a layer is no function of sums."""
+        if any(run.layer.is_irregular(parts[0].family) for run in runs):
+            return [(runs, sizes_key(*records(i))) for i in range(len(parts))]
+        return [(runs, part) for part in parts]
+
+    def _evaluated(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[StageCost]:
+        """The same from costs of layers."""
+        known = [self._layers(run.layer, parts, records) for run in runs]
+        if any(of.structure is not rows[0][0].structure for rows in known for of, _ in rows):
+            return [
+                stage_costs(runs, [gathered([rows[i]]) for rows in known], [part], self.machine, self.layout)[0]
+                for i, part in enumerate(parts)
+            ]
+        return stage_costs(runs, [gathered(rows) for rows in known], parts, self.machine, self.layout)
+
+    def _layers(
+        self, layer: LayerGraph, parts: Sequence[Sums], records: Records, copies: int = 1
+    ) -> list[tuple[LayerCosts, int]]:
+        """Costs of a layer on parts of one family: for each, among which and in which row."""
+        kept = self.reuse and not layer.is_irregular(parts[0].family)
+        found = [self._known.get((layer, part, copies)) if kept else None for part in parts]
+        missing = [i for i, one in enumerate(found) if one is None]
+        if missing:
+            chosen = [parts[i] for i in missing]
+            for block in layer.counts_of(chosen, lambda i: records(missing[i]), copies):
+                costs = layer_costs(block.structure, block.values, self.machine, self.layout, self.rules)
+                self._covered += (costs.phase_ns.sum(), costs.guessed_ns.sum(), costs.num_guessed.sum())
+                for row, i in enumerate(block.parts):
+                    found[missing[i]] = (costs, row)
+            if len(self._known) >= MOST_LAYERS:
+                self._known.clear()
+            for part, one in zip(parts, found, strict=True):
+                assert one is not None
+                self._known[layer, part, copies] = one
+        return found  # type: ignore[return-value]
 
     def _layer(
-        self,
-        layer: LayerGraph,
-        items: Sequence[Item],
-        links: Sequence[Sequence[Item]],
-        sizes: object,
-        copies: int = 1,
+        self, layer: LayerGraph, part: Sums, items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1
     ) -> LayerCost:
-        key = (layer, sizes, copies)
-        if key not in self._known or not self.reuse:
-            # Layers of one part follow each other: they share its sums.
-            part = (sizes, copies)
-            if part not in self._sums:
-                if len(self._sums) >= MOST_PARTS:
-                    self._sums.clear()
-                self._sums[part] = measure(items, links, copies, by_length=layer.by_length)
-            counts = layer.counts(items, links, copies, self._sums[part])
-            self._known[key] = layer_cost(counts, self.machine, self.layout, self.rules)
-        return self._known[key]
+        ((costs, row),) = self._layers(layer, [part], lambda _: (items, links), copies)
+        return costs.one(row)
+
+    def _measured(self, items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1) -> Sums:
+        """What costs of a part depend on."""
+        key = (self._sizes(items, links), copies)
+        if key not in self._sums or not self.reuse:
+            if len(self._sums) >= MOST_PARTS:
+                self._sums.clear()
+            table = ItemTable.of_part(items, links)
+            (self._sums[key],) = measure(table, [range(len(items))], copies, by_length=self._by_length)
+        return self._sums[key]
 
     def _sizes(self, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> object:
         """All that the cost of a part may depend on, as something to look up by: a number per item."""
-        return self._numbers_of(items), tuple([self._numbers_of_tuple(sources) for sources in links])
-
-    def _numbers_of_tuple(self, items: Sequence[Item]) -> tuple[int, ...]:
-        """The same, looked up where it is the very tuple that was asked for before: every layer asks for its links."""
-        if not items:
-            return ()
-        found = self._tuples.get(id(items))
-        if found is None or found[0] is not items:
-            if len(self._tuples) >= MOST_ITEMS:
-                self._tuples.clear()
-            found = (items, self._numbers_of(items))
-            if isinstance(items, tuple):
-                self._tuples[id(items)] = found
-        return found[1]
+        return self._numbers_of(items), tuple([self._numbers_of(sources) if sources else () for sources in links])
 
     def _numbers_of(self, items: Sequence[Item]) -> tuple[int, ...]:
         """One number for all items of equal module and sizes."""
@@ -442,29 +442,8 @@ _OPTIMIZERS = {
 }
 
 
-def _between_bytes(before: LayerCost, after: LayerCost, layout: Layout) -> int:
-    """Bytes on a worker of the tensors between two layers that either of them holds for its backward."""
-    names = after.counts.structure.saved_inputs | before.counts.structure.saved_outputs
-    sent = [name for name in names if before.counts.tensor_bytes(f"out.{name}")]
-    return sum(after.counts.tensor_bytes(name) * layout.tensor_parallel // layout.row_cut for name in sent)
-
-
 def _duration_ns(cost: LayerCost, backward: bool) -> float:
     return sum(cost.phase_ns.values()) if backward else cost.phase_ns["F"]
-
-
-def _workspace(live: Sequence[int], own: Sequence[int], held: Sequence[int]) -> int:
-    """What a stage needs beyond all that it saves, `held` by runs of equal layers, of which the last one peaks.
-
-    A layer that holds `live` while it runs keeps `own` of it; the layers after it hold nothing yet (forward) or
-    nothing any more (backward).
-    """
-    after = sum(held)
-    worst = 0
-    for bytes_live, bytes_own, bytes_held in zip(live, own, held, strict=True):
-        after -= bytes_held
-        worst = max(worst, bytes_live - bytes_own - after)
-    return worst
 
 
 def _source(machine: Machine, tensor_parallel: int) -> str:

@@ -23,8 +23,9 @@ from pipeweaver.data.items import Item
 from pipeweaver.model.graph import LayerSpec
 from pipeweaver.schedule.stages import graph_of
 from pipeweaver.schedule.timing import time_stages
+from pipeweaver.semu.counts import Counts
 from pipeweaver.semu.latency import LayerCost, Layout, layer_cost, spread_bytes
-from pipeweaver.semu.layer import Counts, Input, LayerGraph
+from pipeweaver.semu.layer import Input, LayerGraph
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.published import Layers
 

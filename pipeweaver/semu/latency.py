@@ -14,7 +14,7 @@ either way gradients take the mirrored path (`sharding.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,31 +22,32 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeweaver.semu.factors import attention_share, curve_share, flat_factors, matmul_share, memory_curve
-from pipeweaver.semu.layer import (
+from pipeweaver.semu.counts import (
     BATCH,
     BYTES_ROWS,
     BYTES_SPLIT,
     BYTES_WHOLE,
+    COLUMNS,
     COUNT,
     COUNTED_FLOPS,
     GATHERED,
     LIVE_ROWS,
     LIVE_SPLIT,
     LIVE_WHOLE,
+    SAVED,
+    SHARED,
+    WEIGHT,
     Counts,
+    Exchanged,
     K,
     M,
     N,
     Operator,
     Structure,
+    unpack,
 )
-from pipeweaver.semu.machine import (
-    Collective,
-    Group,
-    Machine,
-    collective_ns,
-)
+from pipeweaver.semu.factors import attention_share, curve_share, flat_factors, matmul_share, memory_curve
+from pipeweaver.semu.machine import Bytes, Group, Machine, Ring, ring, ring_ns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -105,67 +106,129 @@ class LayerCost:
     backward_live: int
 
 
-def layer_cost(counts: Counts, machine: Machine, layout: Layout, rules: tuple[Rule, ...] = ()) -> LayerCost:
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """The same of P parts with one structure: `values` [P, numbers] as packed, all others as in `LayerCost` with P rows;
+    phases are columns F, I, W."""
+
+    structure: Structure
+    values: Floats
+    operator_ns: Floats
+    exchange_ns: Floats
+    phase_ns: Floats
+    phase_flops: Floats
+    guessed_ns: Floats
+    num_guessed: Ints
+    launches: Ints
+    saved_bytes: Ints
+    weight_bytes: Ints
+    shared_bytes: Ints
+    forward_live: Ints
+    backward_live: Ints
+
+    def one(self, part: int) -> LayerCost:
+        """The cost of one of the parts."""
+        rows = {name: getattr(self, name)[part] for name in _ROWS}
+        return LayerCost(
+            counts=unpack(self.structure, self.values[part]),
+            phase_ns=dict(zip("FIW", self.phase_ns[part].tolist(), strict=True)),
+            phase_flops=dict(zip("FIW", self.phase_flops[part].tolist(), strict=True)),
+            operator_ns=self.operator_ns[part],
+            exchange_ns=self.exchange_ns[part],
+            guessed_ns=float(self.guessed_ns[part].sum()),
+            **{name: int(row) for name, row in rows.items()},
+        )
+
+    def tensor_bytes(self, name: str) -> Ints:
+        """[P] bytes of a tensor of the boundary; zeros if there is none of that name."""
+        place = self.structure.boundary.get(name)
+        if place is None:
+            return np.zeros(len(self.values), np.int64)
+        return self.values[:, place - len(self.structure.tensors)].astype(np.int64)
+
+
+def gathered(rows: Sequence[tuple[LayerCosts, int]]) -> LayerCosts:
+    """Costs of parts with one structure that were costed apart."""
+    first = rows[0][0]
+    if len(first.values) == len(rows) and all(of is first and i == row for i, (of, row) in enumerate(rows)):
+        return first
+    columns = [field.name for field in fields(LayerCosts) if field.name != "structure"]
+    stacked = {name: np.stack([getattr(of, name)[row] for of, row in rows]) for name in columns}
+    return LayerCosts(structure=first.structure, **stacked)
+
+
+def layer_cost(counts: Counts, machine: Machine, layout: Layout) -> LayerCost:
     """Cost of a layer on one device of a worker laid out so.
 
     Raises ValueError if the machine has no peak for the layout's dtype.
     """
-    plan = _plan(counts.structure, machine, layout)
-    table, degree = counts.table, layout.tensor_parallel
+    parts = (counts.table, counts.exchanged_bytes, counts.memory, counts.tensor_sizes)
+    values = np.concatenate([part.reshape(-1) for part in parts])
+    return layer_costs(counts.structure, values[None], machine, layout).one(0)
+
+
+def layer_costs(
+    structure: Structure, values: Floats, machine: Machine, layout: Layout, rules: tuple[Rule, ...] = ()
+) -> LayerCosts:
+    """The same on many parts, `values` [P, numbers] as packed: each costs what it would alone, bit for bit."""
+    plan = _plan(structure, machine, layout)
+    operators, degree = len(structure.operators), layout.tensor_parallel
+    table = np.ascontiguousarray(values[:, : operators * COLUMNS]).reshape(len(values), operators, COLUMNS)
+    rest = values[:, operators * COLUMNS :]
     operator_ns, live = _operators(table, flat_factors(machine), plan.numbers, degree, layout.row_cut)
-    guessed = plan.guessed
+    guessed = np.repeat(plan.guessed[None], len(values), axis=0)
     if rules:
-        operator_ns, guessed = _ruled(counts, layout, plan, operator_ns, rules)
-    exchange_ns = np.array(
-        [
-            exchange_time(machine, layout, exchange.kind, exchange.phase, num_bytes)
-            for exchange, num_bytes in zip(counts.structure.exchanges, counts.exchanged_bytes, strict=True)
-        ]
+        for part, numbers in enumerate(values):
+            counts = unpack(structure, numbers)
+            operator_ns[part], guessed[part] = _ruled(counts, layout, plan, operator_ns[part], rules)
+    exchange_ns = _exchanges(rest[:, : len(plan.exchanges)], plan.exchanges)
+    phase_ns, phase_flops, guessed_ns, launched, lives = _sums(
+        table,
+        plan.numbers.phase,
+        operator_ns,
+        live,
+        guessed,
+        plan.exchange_phase,
+        exchange_ns,
+        bool(machine.calibrated),
     )
-    phase = plan.numbers.phase
-    sums = np.bincount(phase, operator_ns, 3)
-    if degree > 1 and len(exchange_ns):
-        sums += np.bincount(plan.exchange_phase, exchange_ns, 3)
-    work = np.bincount(phase, table[:, COUNTED_FLOPS], 3)
-    saved, weight, shared = (spread_bytes(rows, split, whole, layout) for rows, split, whole in counts.memory.tolist())
-    return LayerCost(
-        counts=counts,
+    rows, split, whole = np.moveaxis(rest[:, len(plan.exchanges) :][:, :9].reshape(-1, 3, 3), 2, 0)
+    memory = spread_bytes(rows, split, whole, layout).astype(np.int64)
+    return LayerCosts(
+        structure=structure,
+        values=values,
         operator_ns=operator_ns,
         exchange_ns=exchange_ns,
-        phase_ns={"F": float(sums[0]), "I": float(sums[1]), "W": float(sums[2])},
-        phase_flops={"F": float(work[0]), "I": float(work[1]), "W": float(work[2])},
-        guessed_ns=float(operator_ns[guessed].sum()) + (0.0 if machine.calibrated else float(exchange_ns.sum())),
-        num_guessed=int(table[guessed, COUNT].sum()),
-        launches=int(table[phase == 0, COUNT].sum()),
-        saved_bytes=int(saved),
-        weight_bytes=int(weight),
-        shared_bytes=int(shared),
-        forward_live=int(live[phase == 0].max(initial=0)),
-        backward_live=int(live[phase > 0].max(initial=0)),
+        phase_ns=phase_ns,
+        phase_flops=phase_flops,
+        guessed_ns=guessed_ns,
+        num_guessed=launched[:, 1],
+        launches=launched[:, 0],
+        saved_bytes=memory[:, SAVED],
+        weight_bytes=memory[:, WEIGHT],
+        shared_bytes=memory[:, SHARED],
+        forward_live=lives[:, 0],
+        backward_live=lives[:, 1],
     )
 
 
-def exchange_time(machine: Machine, layout: Layout, kind: str, phase: str, num_bytes: float) -> float:
-    """Time of one exchange of a tensor-parallel group; 0 where the layout does not need it."""
-    degree = layout.tensor_parallel
+def _exchange(machine: Machine, layout: Layout, exchange: Exchanged) -> tuple[int, Ring]:
+    """How often in a row a group of the layout runs a collective for one exchange (0: it does not need it), and which."""
+    degree, kind, phase = layout.tensor_parallel, exchange.kind, exchange.phase
     if degree == 1:
-        return 0.0
+        return 0, Ring(1, 1, 0.0, 1.0)
     group = Group(size=degree, per_island=min(degree, machine.devices_per_island))
-    collective: Collective
     if kind == "loss":
         # Largest logit, sum of exponentials and the target's logit, one after the other.
-        return 3 * collective_ns(machine, "all_reduce", num_bytes / 3, group)
+        return 3, ring(machine, "all_reduce", group)
     if layout.sequence_parallel:
         gathers = (kind == "enter") == (phase != "I")
-        collective = "all_gather" if gathers else "reduce_scatter"
-    elif (kind, phase) in (("leave", "F"), ("enter", "I")):
-        collective = "all_reduce"
-    else:
-        return 0.0
-    return collective_ns(machine, collective, num_bytes, group)
+        return 1, ring(machine, "all_gather" if gathers else "reduce_scatter", group)
+    needed = (kind, phase) in (("leave", "F"), ("enter", "I"))
+    return int(needed), ring(machine, "all_reduce", group)
 
 
-def spread_bytes(rows: float, split: float, whole: float, layout: Layout) -> float:
+def spread_bytes(rows: Bytes, split: Bytes, whole: Bytes, layout: Layout) -> Bytes:
     """Bytes on one device of tensors cut by rows, by columns, and not at all."""
     return whole + split / layout.tensor_parallel + rows / layout.row_cut
 
@@ -195,6 +258,7 @@ class _Numbers(NamedTuple):
 
 class _Plan(NamedTuple):
     numbers: _Numbers
+    exchanges: tuple[tuple[int, Ring], ...]
     exchange_phase: Ints
     guessed: NDArray[np.bool_]
 
@@ -230,6 +294,7 @@ def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
     )
     return _Plan(
         numbers=numbers,
+        exchanges=tuple(_exchange(machine, layout, exchange) for exchange in structure.exchanges),
         exchange_phase=np.array(["FIW".index(exchange.phase) for exchange in structure.exchanges], np.int64),
         guessed=unknown if machine.calibrated else np.ones(len(operators), np.bool_),
     )
@@ -237,14 +302,14 @@ def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
 
 @numba.njit(cache=True)
 def _operators(table, factors, plan, degree, row_cut):  # type: ignore[no-untyped-def]
-    """(time of all launches in ns, bytes held meanwhile) of every operator on one device."""
-    size = len(table)
-    found, live = np.zeros(size), np.zeros(size)
-    for i in range(size):
-        row = table[i]
-        live[i] = row[LIVE_WHOLE] + row[LIVE_SPLIT] / degree + row[LIVE_ROWS] / row_cut
+    """(time of all launches in ns, bytes held meanwhile) [parts, operators] on one device."""
+    num_parts, size = table.shape[:2]
+    found, live = np.zeros((num_parts, size)), np.zeros((num_parts, size))
+    for p, i in np.ndindex(num_parts, size):
+        row = table[p, i]
+        live[p, i] = row[LIVE_WHOLE] + row[LIVE_SPLIT] / degree + row[LIVE_ROWS] / row_cut
         if row_cut > 1:
-            live[i] += row[GATHERED]
+            live[p, i] += row[GATHERED]
         count = row[COUNT]
         if count == 0:
             continue
@@ -263,8 +328,46 @@ def _operators(table, factors, plan, degree, row_cut):  # type: ignore[no-untype
         elif plan.kind[i] == 2 and flops > 0:
             share = attention_share(factors, min(plan.work[i], 1), flops)
             each = max(each, flops / (plan.flops_per_ns * share))
-        found[i] = count * (max(each, plan.floor_ns) + plan.launch_ns[i])
+        found[p, i] = count * (max(each, plan.floor_ns) + plan.launch_ns[i])
     return found, live
+
+
+@numba.njit(cache=True)
+def _sums(table, phase, operator_ns, live, guessed, exchange_phase, exchange_ns, calibrated):  # type: ignore[no-untyped-def]
+    """Of every part: (time, FLOPs, time that is guessed) [P, 3] by phase, launches (of the forward, guessed) and peaks
+    of what is held (in the forward, in the backward) [P, 2]."""
+    num_parts, size = operator_ns.shape
+    time, flops = np.zeros((num_parts, 3)), np.zeros((num_parts, 3))
+    guessed_ns = np.zeros((num_parts, 3))
+    launches, lives = np.zeros((num_parts, 2), np.int64), np.zeros((num_parts, 2), np.int64)
+    for p in range(num_parts):
+        for i in range(size):
+            time[p, phase[i]] += operator_ns[p, i]
+            flops[p, phase[i]] += table[p, i, COUNTED_FLOPS]
+            count = int(table[p, i, COUNT])
+            if phase[i] == 0:
+                launches[p, 0] += count
+            if guessed[p, i]:
+                launches[p, 1] += count
+                guessed_ns[p, phase[i]] += operator_ns[p, i]
+            side = min(phase[i], 1)
+            lives[p, side] = max(lives[p, side], int(live[p, i]))
+        for k in range(3):
+            exchanged = 0.0
+            for e in range(len(exchange_phase)):
+                exchanged += exchange_ns[p, e] if exchange_phase[e] == k else 0.0
+            time[p, k] += exchanged
+            guessed_ns[p, k] += 0.0 if calibrated else exchanged
+    return time, flops, guessed_ns, launches, lives
+
+
+def _exchanges(num_bytes: Floats, exchanges: Sequence[tuple[int, Ring]]) -> Floats:
+    """[parts, exchanges] times of what a tensor-parallel group exchanges, ns."""
+    found = np.zeros_like(num_bytes)
+    for number, (calls, of) in enumerate(exchanges):
+        if calls:
+            found[:, number] = calls * ring_ns(of, num_bytes[:, number] / calls)
+    return found
 
 
 def _ruled(
@@ -288,3 +391,12 @@ def _ruled(
 
 
 _DIMENSION = {"batch": 0, "m": 1, "k": 2, "n": 3, "none": None}
+_ROWS = (
+    "num_guessed",
+    "launches",
+    "saved_bytes",
+    "weight_bytes",
+    "shared_bytes",
+    "forward_live",
+    "backward_live",
+)

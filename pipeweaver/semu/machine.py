@@ -14,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from pipeweaver import toml
 
@@ -26,6 +28,9 @@ Share = Annotated[float, Meta(gt=0, le=2)]
 Latency = Annotated[float, Meta(ge=0)]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "point_to_point"]
 
+
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
+"""Of one tensor, or of many."""
 
 Curve = tuple[tuple[Positive, Positive], ...]
 """Rows [size, share of the peak], sizes ascending: between them the share follows the logarithm of the size."""
@@ -218,27 +223,46 @@ def check_curve(name: str, rows: Curve) -> None:
         raise ValueError(f"{name}: needs rows [size, factor] with ascending sizes")
 
 
-def collective_ns(machine: Machine, kind: Collective, num_bytes: float, group: Group) -> float:
-    """Time of a ring over a group. `num_bytes` is the whole tensor: what each device holds of it before or after.
+class Ring(NamedTuple):
+    """A collective of a group as numbers: `passes` over its `size` devices, latency in all, bytes/s."""
+
+    passes: int
+    size: int
+    latency_ns: float
+    bandwidth: float
+
+
+def ring(machine: Machine, kind: Collective, group: Group) -> Ring:
+    """How a group of several devices runs a collective.
 
     Between islands as many rings run side by side as there are members on an island, each through its own
     network device; the slower of the links inside and between islands sets the pace. Every hop costs latency.
     """
-    if group.size == 1 or num_bytes == 0:
-        return 0.0
     island, cluster = getattr(machine.links.island, kind), getattr(machine.links.cluster, kind)
     assert kind != "point_to_point", "a transfer between two devices is transfer_ns"
     passes = 2 if kind == "all_reduce" else 1
     hops = passes * (group.size - 1)
-    moved = passes * num_bytes * (group.size - 1) / group.size
     if not group.crosses:
-        return island.fixed_ns + hops * island.hop_ns + 1e9 * moved / (machine.links.island.bandwidth * island.factor)
+        bandwidth = machine.links.island.bandwidth * island.factor
+        return Ring(passes, group.size, island.fixed_ns + hops * island.hop_ns, bandwidth)
     islands = -(-group.size // group.per_island)
     bandwidth = group.per_island * machine.links.cluster.bandwidth * cluster.factor
     if group.per_island > 1:
         bandwidth = min(bandwidth, machine.links.island.bandwidth * island.factor)
     across = passes * (islands - 1)
-    return cluster.fixed_ns + across * cluster.hop_ns + (hops - across) * island.hop_ns + 1e9 * moved / bandwidth
+    latency_ns = cluster.fixed_ns + across * cluster.hop_ns + (hops - across) * island.hop_ns
+    return Ring(passes, group.size, latency_ns, bandwidth)
+
+
+def ring_ns(ring: Ring, num_bytes: Bytes) -> Bytes:
+    """Time of a collective, or of many. `num_bytes` is the whole tensor: what each device holds of it before or after."""
+    moved = ring.passes * num_bytes * (ring.size - 1) / ring.size
+    return (ring.latency_ns + 1e9 * moved / ring.bandwidth) * (num_bytes > 0)
+
+
+def collective_ns(machine: Machine, kind: Collective, num_bytes: float, group: Group) -> float:
+    """Time of a ring over a group; none where it is one device."""
+    return 0.0 if group.size == 1 else ring_ns(ring(machine, kind, group), num_bytes)
 
 
 def transfer_ns(machine: Machine, num_bytes: float, *, crosses: bool, devices: int = 1) -> float:

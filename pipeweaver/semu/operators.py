@@ -16,8 +16,8 @@ from pipeweaver.data.items import linked
 from pipeweaver.report.trace import Inside
 from pipeweaver.schedule.ir import Compute, Phase, Plan, Span
 from pipeweaver.semu.costs import SemuCosts
+from pipeweaver.semu.counts import COUNT, COUNTED_FLOPS
 from pipeweaver.semu.latency import LayerCost
-from pipeweaver.semu.layer import COUNT, COUNTED_FLOPS
 
 _PHASES: dict[Phase, str] = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 
-from pipeweaver.costs import StageCost
 from pipeweaver.data.items import Item, Share
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.compile import Emulated, Strategies, emulate_orders
 from pipeweaver.schedule.connect import Parts
@@ -87,13 +87,10 @@ def resized(step: StepStages, share: Share, where: Where) -> StepStages | None:
     found = copy(step)
     found.share = share
     touched = {*changed, *(to for i in changed for to in where.links_from.get(i, ()))}
-    sources = list(step._sources)
-    for i in touched:
-        sources[i] = tuple(share.items[source] for source in where.links_into.get(i, ()))
-    found._sources = tuple(sources)
+    found.table = ItemTable(share.items, share.links)
     units = sorted({unit for i in touched for unit in where.units_of.get(i, ())})
     if units:
-        _recost(found, units)
+        _recost(found, units, where)
         _remeasure(found, units, {unit for i in changed for unit in where.units_of.get(i, ())}, where)
     return found
 
@@ -131,17 +128,24 @@ def _same_kind(old: Item, new: Item) -> bool:
     }
 
 
-def _recost(step: StepStages, units: Sequence[int]) -> None:
+def _recost(step: StepStages, units: Sequence[int], where: Where) -> None:
     """Costs of these units anew; equal questions have equal answers, so the rest stays."""
-    step.stage_costs = list(step.stage_costs)
-    known: dict[object, StageCost] = {}
+    items, links = step.share.items, where.links_into
+    place: dict[int, int] = {}
     for unit in units:
-        chunk, part = step.units.pairs[unit]
-        alike = (step.wiring.kinds[chunk], step.parts[chunk][part].items)
-        if alike not in known:
-            known[alike] = step.pricing.stage(*step._question(unit))
-        step.stage_costs[unit] = known[alike]
-    fresh = unit_costs([step.stage_costs[unit] for unit in units])
+        for to in where.items[unit]:
+            for i in (*links.get(to, ()), to):
+                place.setdefault(i, len(place))
+    inside = {i for unit in units for i in where.items[unit]}
+    table = ItemTable([items[i] for i in place], [(place[i], place[to]) for to in inside for i in links.get(to, ())])
+    parts = {of: [place[i] for i in of] for of in {where.items[unit] for unit in units}}
+    chunks = step.placement.chunks
+    asked = [(chunks[step.units.chunk[unit]], parts[where.items[unit]]) for unit in units]
+    step.stage_costs = list(step.stage_costs)
+    costs = step.pricing.stages(table, asked)
+    for unit, cost in zip(units, costs, strict=True):
+        step.stage_costs[unit] = cost
+    fresh = unit_costs(costs)
     columns = [column.copy() for column in step.costs]
     for column, values in zip(columns, fresh, strict=True):
         column[units] = values

@@ -1,7 +1,7 @@
 """Counts of a layer as exact polynomials in the sizes of a part: a new batch costs an evaluation, not a trace.
 
 What a layer costs depends on sums over the items of a part: how many there are, their rows, their squared
-rows (attention), rows times rows of what they attend to, every other size. `measure` takes these sums; `fit`
+rows (attention), rows times rows of what they attend to, every other size. `measure` takes these sums; `Fit`
 finds, in exact arithmetic, the linear form in them that traces of a few parts determine:
 
     parts of 1 item of 4 rows and of 1 item of 6 rows; FLOPs 2 * rows * 8 + 4 * squares
@@ -11,121 +11,173 @@ finds, in exact arithmetic, the linear form in them that traces of a few parts d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from itertools import groupby
+from itertools import chain
 from math import lcm
-from operator import mul
+from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeweaver.data.items import Item
+from pipeweaver.data.table import ItemTable, bounds, sums
 
 Floats = NDArray[np.float64]
-Sums = dict[str, int]
+Ints = NDArray[np.int64]
+
+
+class Family(NamedTuple):
+    """Parts in which the sums of these names are not zero. `alike`: whether all items have equally many tokens, and
+    also equally many to attend to; some layers take such items at once. They run the same operators."""
+
+    names: tuple[str, ...]
+    alike: tuple[bool, bool]
+
+
+class Sums(NamedTuple):
+    """All of a part that counts may depend on: `values` of the sums that its family names."""
+
+    family: Family
+    values: tuple[int, ...]
 
 
 def measure(
-    items: Sequence[Item], links: Sequence[Sequence[Item]], copies: int = 1, *, by_length: bool = False
-) -> Sums:
-    """Sums over the items of a part, `copies` times each, that counts may depend on; zeros left out.
+    table: ItemTable, parts: Sequence[Sequence[int]], copies: int = 1, *, by_length: bool = False
+) -> list[Sums]:
+    """Sums over the items of each part, `copies` times each; zeros left out.
 
-    "parts" is 1. "tokens", "features"…: every size, summed. "squares": tokens squared. Per module that
-    items are linked to, "vision.tokens"…: its sizes summed over links, and "vision.cross": tokens times
+    "parts" is 1. "items", "tokens", "features"…: how many, every size summed. "squares": tokens squared. Per module
+    that items are linked to, "vision.tokens"…: its sizes summed over links, and "vision.cross": tokens times
     linked tokens. With `by_length`, for machines where attention makes a call for every run of sequences of equal
     length: "runs" of neighbours with equal tokens, "linked.runs" of those with equally many linked tokens too.
     """
-    sums: Sums = {"items": len(items)}
-    for item, sources in zip(items, links, strict=True):
-        tokens = item.sizes["tokens"]
-        _add(sums, "squares", tokens * tokens)
-        for name, size in item.sizes.items():
-            _add(sums, name, size)
-        for source, count in _runs_of_equals(sources):
-            for name, size in source.sizes.items():
-                _add(sums, f"{source.module}.{name}", count * size)
-            _add(sums, f"{source.module}.cross", count * tokens * source.sizes["tokens"])
-    found = {"parts": 1} | {name: total * copies for name, total in sums.items() if total}
-    if by_length and items:
-        lengths = [item.sizes["tokens"] for item in items]
-        found["runs"] = _runs(lengths, copies)
-        if any(links):
-            both = zip(lengths, (sum(s.sizes["tokens"] for s in sources) for sources in links), strict=True)
-            found["linked.runs"] = _runs(list(both), copies)
+    item = np.array(list(chain.from_iterable(parts)), np.int64)
+    start = bounds(list(map(len, parts)))
+    tokens = table.sizes("tokens")[item]
+    columns = {name: np.maximum(table.sizes(name), 0)[item] for name in table.names}
+    columns |= {"items": np.ones_like(item), "squares": tokens * tokens}
+    totals = {name: sums(column, start) for name, column in columns.items()}
+    # What flows into item i of the parts: sources from first[i] on.
+    link_start, linked = table.linked
+    first = bounds(link_start[item + 1] - link_start[item])
+    to = np.repeat(np.arange(len(item)), np.diff(first))
+    source = linked[np.arange(len(to)) + (link_start[item] - first[:-1])[to]]
+    linked_start = first[start]
+    attended = np.maximum(table.sizes("tokens"), 0)[source]
+    module = table.module[source]
+    for number in np.unique(module).tolist():
+        here = module == number
+        for name in table.names:
+            column = np.where(here, np.maximum(table.sizes(name)[source], 0), 0)
+            totals[f"{table.modules[number]}.{name}"] = sums(column, linked_start)
+        totals[f"{table.modules[number]}.cross"] = sums(np.where(here, tokens[to] * attended, 0), linked_start)
+    totals = {name: total * copies for name, total in totals.items()}
+    totals["parts"] = np.ones(len(parts), np.int64)
+    lengths = np.stack([tokens, sums(attended, first)])
+    runs, both = _runs(lengths[:1], start), _runs(lengths, start)
+    alike = np.stack([runs <= 1, both <= 1], axis=1).tolist()
+    if by_length:
+        totals["runs"] = _copied_runs(lengths[:1], runs, start, copies)
+        totals["linked.runs"] = _copied_runs(lengths, both, start, copies) * (np.diff(linked_start) > 0)
+    names = sorted(totals, key=_order)
+    values = np.stack([totals[name] for name in names], axis=1).tolist()
+    families: dict[object, Family] = {}
+    found = []
+    for of, same in zip(values, alike, strict=True):
+        key = (tuple(map(bool, of)), *same)
+        if key not in families:
+            families[key] = Family(tuple(n for n, value in zip(names, of, strict=True) if value), tuple(same))
+        found.append(Sums(families[key], tuple(filter(None, of))))
     return found
 
 
 class Fit:
-    """Linear forms through the samples so far. `names` are the sums that they all have."""
+    """Linear forms through the samples so far, of parts of one family."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self.rows: list[list[int]] = []
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, ...]] = []
         self.values: list[Sequence[int]] = []
-        self._coefficients: Floats | None = None
-        self._pivots: list[str] = []
-        self._others: list[tuple[str, list[int]]] = []
+        self._coefficients: Floats = np.zeros((0, 0))
+        self._pivots: list[int] = []
+        self._others: list[int] = []
+        self._forms: list[list[int]] = []
         self._denominator = 1
 
-    def add(self, sums: Sums, values: Sequence[int]) -> None:
+    def add(self, sums: tuple[int, ...], values: Sequence[int]) -> None:
         """A sample outside the span of the others."""
-        assert not self.spans(sums), "a sample that the others determine adds nothing"
-        self.rows.append([sums[name] for name in self.names])
+        assert not self.spans([sums])[0], "a sample that the others determine adds nothing"
+        self.rows.append(sums)
         self.values.append(values)
         self._solve()
 
-    def spans(self, sums: Sums) -> bool:
-        """Whether the samples so far determine the values at `sums`."""
+    def spans(self, parts: Sequence[tuple[int, ...]]) -> list[bool]:
+        """Whether the samples so far determine the values at each of these sums."""
         if not self.rows:
-            return False
-        pivots = [sums[name] for name in self._pivots]
-        return all(sum(map(mul, pivots, weights)) == self._denominator * sums[name] for name, weights in self._others)
+            return [False] * len(parts)
+        if not self._others:
+            return [True] * len(parts)
+        largest = max(map(max, parts))
+        weights = max((sum(map(abs, form)) for form in self._forms), default=0)
+        fits = largest * max(weights, self._denominator) < 2**62
+        sums = np.array(parts, np.int64 if fits else object)
+        forms = np.array(self._forms, np.int64 if fits else object)
+        spanned = sums[:, self._pivots] @ forms.T == self._denominator * sums[:, self._others]
+        return [bool(one) for one in spanned.all(axis=1)]
 
-    def __call__(self, sums: Sums) -> Floats:
-        """The values at `sums`, whole numbers."""
-        assert self._coefficients is not None
-        found: Floats = np.rint(self._coefficients @ np.array([sums[name] for name in self._pivots], np.float64))
+    def __call__(self, parts: Sequence[tuple[int, ...]]) -> Floats:
+        """[parts, values]: the values at each of these sums, whole numbers."""
+        found: Floats = _evaluate(self._coefficients, np.array(parts, np.float64)[:, self._pivots])
         return found
 
     def _solve(self) -> None:
         """Values and all sums as linear forms in the sums of the pivot columns, over one denominator."""
-        columns = _independent_columns(self.rows)
-        inverse = _inverse([[Fraction(row[column]) for column in columns] for row in self.rows])
+        self._pivots = _independent_columns(self.rows)
+        inverse = _inverse([[Fraction(row[column]) for column in self._pivots] for row in self.rows])
         self._denominator = lcm(*(f.denominator for line in inverse for f in line))
         whole = np.array([[int(f * self._denominator) for f in line] for line in inverse], dtype=object)
         scaled = whole @ np.array(self.values, dtype=object)
-        self._coefficients = np.array([[int(v) / self._denominator for v in line] for line in scaled], np.float64).T
-        self._pivots = [self.names[column] for column in columns]
+        self._coefficients = np.array([[int(v) / self._denominator for v in line] for line in scaled], np.float64)
         forms = whole @ np.array(self.rows, dtype=object)
-        self._others = [
-            (name, [int(v) for v in forms[:, column]])
-            for column, name in enumerate(self.names)
-            if column not in columns
-        ]
+        self._others = [column for column in range(len(self.rows[0])) if column not in self._pivots]
+        self._forms = [[int(v) for v in forms[:, column]] for column in self._others]
 
 
-def _add(sums: Sums, name: str, size: int) -> None:
-    sums[name] = sums.get(name, 0) + size
+@numba.njit(cache=True)
+def _evaluate(coefficients, sums):  # type: ignore[no-untyped-def]
+    """sums @ coefficients in whole numbers: term by term, so that a part has the same values in any company."""
+    found = np.zeros((len(sums), coefficients.shape[1]))
+    for p in range(len(sums)):
+        for j in range(len(coefficients)):
+            for v in range(coefficients.shape[1]):
+                found[p, v] += coefficients[j, v] * sums[p, j]
+    return np.rint(found)
 
 
-def _runs_of_equals(items: Sequence[Item]) -> Iterator[tuple[Item, int]]:
-    """(first, length) of runs of items with equal sizes: the images of a microbatch are many and mostly alike."""
-    first, count = None, 0
-    for item in items:
-        if first is not None and item.sizes == first.sizes and item.module == first.module:
-            count += 1
-            continue
-        if first is not None:
-            yield first, count
-        first, count = item, 1
-    if first is not None:
-        yield first, count
+_FIRST = ("parts", "items", "tokens", "squares")
 
 
-def _runs(shapes: Sequence[object], copies: int) -> int:
-    """Runs of equal neighbours, where one copy after the other may go on with the run before."""
-    return copies * len(list(groupby(shapes))) - (copies - 1) * (shapes[0] == shapes[-1])
+def _order(name: str) -> tuple[int, str]:
+    """Sums that counts mostly depend on come first, so that they carry the coefficients."""
+    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+
+
+def _runs(shapes: Ints, start: Ints) -> Ints:
+    """Runs of equal neighbours in each part. `shapes` [kinds of length, items]."""
+    changes = np.ones(shapes.shape[1], np.int64)
+    changes[1:] = (shapes[:, 1:] != shapes[:, :-1]).any(axis=0)
+    heads = start[:-1][start[:-1] < start[1:]]
+    changes[heads] = 1
+    return sums(changes, start)
+
+
+def _copied_runs(shapes: Ints, runs: Ints, start: Ints, copies: int) -> Ints:
+    """The same in so many copies, where one copy after the other may go on with the run before."""
+    if not shapes.shape[1]:
+        return runs
+    first, last = np.minimum(start[:-1], shapes.shape[1] - 1), np.maximum(start[1:] - 1, 0)
+    goes_on = (shapes[:, first] == shapes[:, last]).all(axis=0) & (runs > 0)
+    return copies * runs - (copies - 1) * goes_on
 
 
 def _independent_columns(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import GRAPHS, flat_costs, graph_of, share_of
 
+from pipeweaver.costs import one_by_one
 from pipeweaver.planner.choices import Choice, Ladders, costliest, item_costs
 from pipeweaver.planner.leaning import leaned
 from pipeweaver.planner.options import PolicyOptions
@@ -183,6 +184,9 @@ class DearHalves:
     def stage(self, chunk, items, links):
         cost = self._costs.stage(chunk, items, links)
         return cost._replace(input_ns=cost.backward_ns, weight_ns=cost.backward_ns // 2)
+
+    def stages(self, table, asked):
+        return one_by_one(self, table, asked)
 
 
 def test_a_split_backward_is_not_chosen_where_it_costs_more_than_it_brings():

@@ -12,8 +12,8 @@ from pipeweaver.model.language import language as text_model
 from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Chunk, Placement
 from pipeweaver.semu.costs import Optimizer, SemuCosts
+from pipeweaver.semu.counts import Operator
 from pipeweaver.semu.latency import Launch
-from pipeweaver.semu.layer import Operator
 from pipeweaver.semu.machine import load_machine
 from tests.semu.layers import WIDTHS, image, text, tiny_vlm
 

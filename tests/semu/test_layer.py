@@ -18,7 +18,8 @@ from pipeweaver.model.graph import LayerSpec, TensorSpec, positions
 from pipeweaver.model.part import PartView
 from pipeweaver.schedule.ir import Strategy
 from pipeweaver.semu.costs import SemuCosts
-from pipeweaver.semu.layer import COUNTED_FLOPS, FLOPS, Counts, Input, LayerGraph
+from pipeweaver.semu.counts import COUNTED_FLOPS, FLOPS, Counts
+from pipeweaver.semu.layer import Input, LayerGraph
 from pipeweaver.semu.machine import load_machine
 from tests.semu.layers import WIDTHS, clip, image, text, tiny_video, tiny_vlm
 
