@@ -10,6 +10,7 @@ solves small random instances exactly. `--held` plans the instances of a file (h
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -211,11 +212,16 @@ def warm(case: Case, policy: str, placement: Placement) -> None:
     for seed, budget in product((1, 2), (None, case.budget_bytes)):
         share = single_share(case.graph, case.batch(seed=seed, microbatches=16))
         planner_of(policy, case, placement, share, budget).run(WARM_ROUNDS[policy])
+    # As processes that plan do: garbage is collected between batches (`runtime/planner_process.py`).
+    gc.collect()
+    gc.freeze()
+    gc.disable()
 
 
 def planned(case: Case, policy: str, placement: Placement, share: Share, *, unlimited: bool, seconds: float) -> Row:
     """Plan one batch within a time."""
     budget = None if unlimited else case.budget_bytes
+    gc.collect()
     began = time.perf_counter()
     planner = planner_of(policy, case, placement, share, budget)
 

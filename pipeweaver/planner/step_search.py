@@ -40,7 +40,7 @@ from pipeweaver.planner.parts import cut_parts
 from pipeweaver.planner.regroup import evened, merged
 from pipeweaver.planner.step_problem import step_problem
 from pipeweaver.planner.tries import Try, draft_of, make_try, relaxed
-from pipeweaver.schedule.compile import compile_flat
+from pipeweaver.schedule.compile import Emulated, compile_flat, completed
 from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Draft, Placement
@@ -50,6 +50,12 @@ TRY_ROUNDS = 4
 """Rounds of search that a try gets."""
 BLOCK = 32
 """Rounds of search over the best choice's order, after which its plan is looked at."""
+FILLING = 16
+"""Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
+MANY = 32
+"""Microbatches up to which the first cut under a budget is finer."""
+NEAR = 0.02
+"""What a plan takes longer than its busiest worker, for memory not to be what holds it up."""
 LEAST_GAIN = 0.001
 """What a neighbour must bring: the more stages, the more actions, whose own time is in no cost."""
 ATTEMPTS = 3
@@ -86,6 +92,7 @@ class StepPlanner:
         self.rounds, self.evaluations = 0, 0
         self.best: Try | None = None
         self.best_ns = NEVER
+        self._found: Emulated | None = None
         self._plan: tuple[Draft, FlatPlan] | None = None
         self.tried: dict[Choice, int | None] = {}
         """Makespan of every choice that was tried, ns; None where nothing fits."""
@@ -130,8 +137,12 @@ class StepPlanner:
         while self.best is None and self._agenda is not None:
             self.run(TRY_ROUNDS)
         if self._plan is None:
-            self._plan = self.leanest()
-            self._check(self._plan[1])
+            if self.best is not None:
+                assert self._found is not None
+                self._plan = self.best.draft(self._found.orders), completed(self.best.step, self._found)
+            else:
+                self._plan = self.leanest()
+                self._check(self._plan[1])
         draft, plan = self._plan
         named = msgspec.structs.replace(draft, policy=policy, seed=self.seed, rounds=self.rounds)
         head = msgspec.structs.replace(plan.head, policy=policy, seed=self.seed, rounds=self.rounds)
@@ -174,14 +185,24 @@ class StepPlanner:
 
     def _climb(self) -> Iterator[Choice]:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
-        ladders = self._ladders
-        wanted = 4 if self.limited else 2
-        here = Choice(parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)))
+        ladders, count = self._ladders, len(self.share.microbatches)
+        # Many microbatches fill the pipeline as they are; parts are small where they have to be, for memory.
+        first, wanted = (4, 4) if self.limited and count <= MANY else (2, 3)
+        here = Choice(
+            merge=1
+            if self.limited
+            else max(merge for merge in ladders.merges if merge == 1 or count >= FILLING * merge),
+            parts=min(ladders.parts, key=lambda parts: abs(parts - first)),
+        )
         here = here._replace(split=ladders.splits[-1] and self._halves_are_cheap(here))
         yield here
-        if self.limited:
+        if self.limited and not self._is_near_busiest:
             # What keeps everything is known soonest; it is rarely best.
-            lean = here._replace(even=ladders.evens[-1], level=ladders.levels[min(3, len(ladders.levels) - 1)])
+            lean = here._replace(
+                even=ladders.evens[-1],
+                parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)),
+                level=ladders.levels[min(3, len(ladders.levels) - 1)],
+            )
             if lean != here:
                 yield lean
                 here = min((here, lean), key=lambda choice: self.tried[choice] or NEVER)
@@ -189,7 +210,7 @@ class StepPlanner:
         while climbing:
             climbing = False
             for neighbour in ladders.neighbours(here):
-                if neighbour in self.tried:
+                if neighbour in self.tried or (neighbour.level < here.level and self._is_near_busiest):
                     continue
                 before = self.best_ns
                 yield neighbour
@@ -197,6 +218,11 @@ class StepPlanner:
                 if found is not None and found < before * (1 - LEAST_GAIN):
                     here, climbing = neighbour, True
                     break
+
+    @property
+    def _is_near_busiest(self) -> bool:
+        """Whether the best plan ends soon after its busiest worker's work: holding less can bring no more than that."""
+        return self.best is not None and self.best_ns < self.best.busiest_ns * (1 + NEAR)
 
     def _halves_are_cheap(self, choice: Choice) -> bool:
         """Whether a split backward takes about as long as a whole one: then splitting is tried first, else last."""
@@ -238,17 +264,16 @@ class StepPlanner:
         """Take a try if its plan is the best so far. False if the plan exceeds the budget; limits are lower then."""
         if one.searched_ns >= self.best_ns:
             return True
-        draft, plan = one.compiled()
-        assert plan.prediction is not None
+        emulated = one.emulated()
         if self.budget_bytes is not None:
-            excess = np.array(plan.prediction.peak_bytes, np.int64) - self.budget_bytes
+            excess = np.array(emulated.peak_bytes, np.int64) - self.budget_bytes
             if (excess > 0).any():
                 self._lowered += 2 * np.maximum(0, excess)
                 return False
-        found = plan.prediction.makespan_ns
+        found = emulated.makespan_ns
         self.tried[one.choice] = found
         if found < self.best_ns:
-            self.best, self.best_ns, self._plan = one, found, (draft, plan)
+            self.best, self.best_ns, self._found, self._plan = one, found, emulated, None
         return True
 
     def _step(self, choice: Choice) -> StepStages:

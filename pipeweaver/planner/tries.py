@@ -2,7 +2,8 @@
 
     one = make_try(step, choice, costs...)     units, strategies, problem, search
     one.search.run(50)                         the search's own makespan
-    one.compiled("dynamic")                    draft and plan of its best order, kept until a better one is found
+    found = one.emulated()                     what its best order really takes and holds, until there is a better one
+    one.draft(found.orders)                    the draft of it; `completed(step, found)` is the plan
 
 The search does not know queues of transfers and copies; what a plan really takes and holds, its compiled form says.
 """
@@ -21,10 +22,10 @@ from pipeweaver.planner.keeping import intervals_ns, kept_units
 from pipeweaver.planner.leaning import Strategies
 from pipeweaver.planner.problem import Ints
 from pipeweaver.planner.step_problem import StepProblem, step_problem
-from pipeweaver.schedule.compile import compile_flat
-from pipeweaver.schedule.flat import PHASES, FlatPlan
+from pipeweaver.schedule.compile import Emulated, emulate_orders
+from pipeweaver.schedule.flat import PHASES, starts
 from pipeweaver.schedule.ir import Draft, Stage
-from pipeweaver.schedule.stages import StepStages, UnitCosts
+from pipeweaver.schedule.stages import Orders, StepStages, UnitCosts
 
 
 @dataclass(kw_only=True)
@@ -38,7 +39,7 @@ class Try:
     strategies: Sequence[Strategies]
     limits: Ints | None
     search: Search
-    _plan: tuple[int, Draft, FlatPlan] | None = field(default=None, init=False)
+    _found: tuple[int, Emulated] | None = field(default=None, init=False)
 
     @property
     def searched_ns(self) -> int:
@@ -51,14 +52,18 @@ class Try:
         problem = self.made.problem
         return int(np.bincount(problem.worker, weights=problem.duration_ns).max(initial=0))
 
-    def compiled(self) -> tuple[Draft, FlatPlan]:
-        """The best order so far as a draft and its plan."""
+    def emulated(self) -> Emulated:
+        """What the best order so far takes and holds once compiled."""
         best = self.searched_ns
-        if self._plan is None or self._plan[0] != best:
-            orders = self.search.best.orders(self.made.problem)
-            draft = draft_of(self.step, self.made, orders, self.strategies)
-            self._plan = (best, draft, compile_flat(self.step, draft))
-        return self._plan[1:]
+        if self._found is None or self._found[0] != best:
+            orders = _numbered(self.made, self.search.best.orders(self.made.problem))
+            strategies = _by_part(self.step, self.strategies)
+            self._found = (best, emulate_orders(self.step, orders, strategies=strategies, costs=self.costs))
+        return self._found[1]
+
+    def draft(self, orders: Orders) -> Draft:
+        """Orders of these stages as a draft."""
+        return _draft(self.step, orders, self.strategies)
 
 
 def make_try(
@@ -119,20 +124,29 @@ def relaxed(one: Try, *, seed: int) -> Try | None:
 
 def draft_of(step: StepStages, made: StepProblem, orders: Sequence[Ints], strategies: Sequence[Strategies]) -> Draft:
     """Orders of a problem's stages [P], and strategies of its units [U], as a draft."""
-    bounds = list(pairwise(step.units.start.tolist()))
+    return _draft(step, _numbered(made, orders), strategies)
+
+
+def _numbered(made: StepProblem, orders: Sequence[Ints]) -> Orders:
+    """Orders of a problem's stages [P] in numbers of the step."""
+    return Orders(starts([len(order) for order in orders]), made.number[np.concatenate(orders)], made.split)
+
+
+def _draft(step: StepStages, orders: Orders, strategies: Sequence[Strategies]) -> Draft:
+    third, unit = np.divmod(orders.stage, max(1, len(step)))
+    phase = np.where(third == 0, 0, np.where(third == 2, 3, 1 + orders.split[unit])) if len(unit) else unit
+    chunk, part = step.units.chunk[unit].tolist(), step.units.part[unit].tolist()
+    stages = tuple(map(Stage, chunk, part, map(PHASES.__getitem__, phase.tolist())))
     return Draft(
         placement=step.placement,
         parts=step.parts,
-        order=tuple(_stages(step, made, order) for order in orders),
-        strategies=tuple(tuple(strategies[a:b]) for a, b in bounds) if any(strategies) else (),
+        order=tuple(stages[a:b] for a, b in pairwise(orders.start.tolist())),
+        strategies=_by_part(step, strategies),
         forward_only=step.forward_only,
     )
 
 
-def _stages(step: StepStages, made: StepProblem, order: Ints) -> tuple[Stage, ...]:
-    if not len(order):
-        return ()
-    third, unit = np.divmod(made.number[order], len(step))
-    phase = np.where(third == 0, 0, np.where(third == 2, 3, 1 + made.split[unit]))
-    chunk, part = step.units.chunk[unit].tolist(), step.units.part[unit].tolist()
-    return tuple(map(Stage, chunk, part, map(PHASES.__getitem__, phase.tolist())))
+def _by_part(step: StepStages, strategies: Sequence[Strategies]) -> tuple[tuple[Strategies, ...], ...]:
+    """Strategies of units [U] by chunk and part; () where all keep everything."""
+    bounds = pairwise(step.units.start.tolist())
+    return tuple(tuple(strategies[a:b]) for a, b in bounds) if any(strategies) else ()

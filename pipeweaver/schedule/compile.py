@@ -89,8 +89,39 @@ def compile_plan(
 def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue = "pair") -> FlatPlan:
     """The same as flat arrays, from stages that are known already."""
     orders = orders_of(step, draft)
-    bare = _bare(step, draft, orders, lead)
-    found = _emulated(bare, queue)
+    return completed(step, _emulated(_bare(step, draft, orders, lead, None), orders, queue))
+
+
+class Emulated(NamedTuple):
+    """A step of one replica, emulated alone: times of actions and transfers, and the most that each worker holds.
+    `bare` is the plan as far as its emulation takes it, of the stages in these `orders`."""
+
+    step_ns: int
+    makespan_ns: int
+    peak_bytes: tuple[int, ...]
+    timeline: FlatTimeline
+    bare: FlatPlan
+    orders: Orders
+
+
+def emulate_orders(
+    step: StepStages,
+    orders: Orders,
+    *,
+    strategies: Strategies = (),
+    costs: UnitCosts | None = None,
+    lead: int = 1,
+    queue: Queue = "pair",
+) -> Emulated:
+    """What `compile_flat` would predict of a draft with these orders and strategies, without the plan: for those who
+    ask again and again. `costs` are those of the units under their strategies, where they are known already. Raises
+    ValueError as it does."""
+    return _emulated(_bare(step, _draft(step, strategies), orders, lead, costs), orders, queue)
+
+
+def completed(step: StepStages, found: Emulated) -> FlatPlan:
+    """The plan that was emulated, with order, edges, prediction and bound."""
+    orders = found.orders
     # What memory strategies cost is no work that has to be done.
     kept = stage_graph(step, step.costs, orders.split)
     prediction = FlatPrediction(
@@ -101,24 +132,7 @@ def compile_flat(step: StepStages, draft: Draft, *, lead: int = 1, queue: Queue 
         useful_ns=sum(step.work.values()),
         lower_bound_ns=lower_bound_ns(kept, orders),
     )
-    return replace(bare, order=_flat_stages(step, orders), edges=_flat_edges(step), prediction=prediction)
-
-
-class Emulated(NamedTuple):
-    """A step of one replica, emulated alone: times of actions and transfers, and the most that each worker holds."""
-
-    step_ns: int
-    makespan_ns: int
-    peak_bytes: tuple[int, ...]
-    timeline: FlatTimeline
-
-
-def emulate_orders(
-    step: StepStages, orders: Orders, *, strategies: Strategies = (), lead: int = 1, queue: Queue = "pair"
-) -> Emulated:
-    """What `compile_flat` would predict of a draft with these orders and strategies, without the plan: for those who
-    ask again and again. Raises ValueError as it does."""
-    return _emulated(_bare(step, _draft(step, strategies), orders, lead), queue)
+    return replace(found.bare, order=_flat_stages(step, orders), edges=_flat_edges(step), prediction=prediction)
 
 
 def _draft(step: StepStages, strategies: Strategies) -> Draft:
@@ -134,10 +148,12 @@ def _draft(step: StepStages, strategies: Strategies) -> Draft:
     )
 
 
-def _bare(step: StepStages, draft: Draft, orders: Orders, lead: int) -> FlatPlan:
-    """A plan without order, edges and prediction: all that its emulation takes."""
+def _bare(step: StepStages, draft: Draft, orders: Orders, lead: int, known: UnitCosts | None) -> FlatPlan:
+    """A plan without order, edges and prediction: all that its emulation takes. `known`: what its units cost."""
     strategies, used = _strategies(step, draft)
-    costs = step.costs if not draft.strategies else _priced(step, strategies, used)
+    costs = known
+    if costs is None:
+        costs = step.costs if not draft.strategies else _priced(step, strategies, used)
     graph = stage_graph(step, costs, orders.split)
     times = _time(step, draft, graph, orders)
     transfers, posts = _transfers(step, orders, times, lead)
@@ -155,7 +171,7 @@ def _bare(step: StepStages, draft: Draft, orders: Orders, lead: int) -> FlatPlan
     )
 
 
-def _emulated(flat: FlatPlan, queue: Queue) -> Emulated:
+def _emulated(flat: FlatPlan, orders: Orders, queue: Queue) -> Emulated:
     (timeline,) = emulate_flat([flat], queue)
     is_stage = flat.actions.kind == COMPUTE
     return Emulated(
@@ -163,6 +179,8 @@ def _emulated(flat: FlatPlan, queue: Queue) -> Emulated:
         makespan_ns=int(timeline.end_ns[is_stage].max(initial=0)),
         peak_bytes=flat_peak_bytes(flat),
         timeline=timeline,
+        bare=flat,
+        orders=orders,
     )
 
 
