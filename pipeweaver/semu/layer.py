@@ -121,8 +121,10 @@ class LayerGraph:
         `records(i)` are items and links of the i-th part, asked for where it has to be traced; `parts` are sums of them
         `copies` times.
         """
-        family = self._fits.setdefault(parts[0].family, _Traces())
         values = [part.values for part in parts]
+        if parts[0].family not in self._fits:
+            self._fits[parts[0].family] = self._like_another(parts[0].family, values, records, copies) or _Traces()
+        family = self._fits[parts[0].family]
         while not family.irregular:
             unknown = [i for i, spanned in enumerate(family.fit.spans(values)) if not spanned]
             if not unknown:
@@ -145,6 +147,20 @@ class LayerGraph:
             return [self._traced(family, i, *_copied(records(i), copies)) for i in range(len(parts))]
         assert family.structure is not None
         return [Block(family.structure, family.fit(values), list(range(len(parts))))]
+
+    def _like_another(
+        self, family: Family, parts: Sequence[tuple[int, ...]], records: Records, copies: int
+    ) -> _Traces | None:
+        """Traces of a family with the same sums, if they tell what a trace of a part of this one says: most layers do
+        not mind whether items are alike."""
+        for other, traces in self._fits.items():
+            known = other.names == family.names and not traces.irregular
+            part = next((i for i, spanned in enumerate(traces.fit.spans(parts)) if spanned), None) if known else None
+            if part is not None:
+                structure, values = self._sample(*_copied(records(part), copies))
+                if structure == traces.structure and np.array_equal(values, traces.fit([parts[part]])[0]):
+                    return traces
+        return None
 
     def _join(
         self, family: _Traces, sums: tuple[int, ...], items: Sequence[Item], links: Sequence[Sequence[Item]]
