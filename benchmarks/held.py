@@ -158,4 +158,6 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
         passing=passing,
         urgency=urgency,
     )
-    return problem, None if held.limits is None else np.array(held.limits, np.int64)
+    if held.limits is None:
+        return problem, None
+    return problem, np.array([min(limit, MOST) for limit in held.limits], np.int64)  # no stages hold more than MOST

@@ -46,6 +46,11 @@ def test_instances_are_planned_within_their_limits(tmp_path, capsys):
     assert "makespan 64, bound 60" in capsys.readouterr().out
 
 
+def test_a_limit_may_be_as_large_as_one_likes(tmp_path):
+    _, limits = held_problem(*load_held(written(tmp_path, changed(limits=[2**64 - 1]))))
+    assert limits.tolist() == [10**15]
+
+
 def test_stages_that_share_memory_are_a_group(tmp_path):
     problem, limits = held_problem(*load_held(written(tmp_path, [TWO])))
     assert problem.num_groups == 2 and limits.tolist() == [7]

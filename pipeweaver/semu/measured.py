@@ -43,6 +43,8 @@ LLAMA3 = {
     "llama3-405b": {"hidden": 16384, "heads": 128, "key_heads": 16, "ffn": 53248},
 }
 LLAMA3_VOCABULARY = 128256
+MOST = 1 << 22
+"""Of anything that a row counts: more is a slip of the pen, and takes longer to emulate than anybody waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,8 @@ def number(row: Mapping[str, str | None], column: str, where: str) -> float:
 
 def _whole(row: Mapping[str, str | None], column: str, where: str) -> int:
     value = number(row, column, where)
-    if value != int(value):
-        raise ValueError(f"{where}: {column} = {row[column]!r}: expected a whole number")
+    if value != int(value) or value > MOST:
+        raise ValueError(f"{where}: {column} = {row[column]!r}: expected a whole number of at most {MOST:,}")
     return int(value)
 
 
@@ -124,6 +126,8 @@ def _vtrain(row: Mapping[str, str | None], where: str) -> Measured:
     tp, dp, pp = shape["tp"], shape["dp"], shape["pp"]
     if tp * dp * pp != shape["num_gpus"]:
         raise ValueError(f"{where}: tp * dp * pp = {tp * dp * pp}, but num_gpus = {shape['num_gpus']}")
+    if shape["hidden"] % shape["heads"]:
+        raise ValueError(f"{where}: hidden = {shape['hidden']} does not divide into heads = {shape['heads']}")
     microbatches, rest = divmod(shape["global_batch"], shape["micro_batch"] * dp)
     if rest:
         raise ValueError(f"{where}: {shape['global_batch']} samples do not divide into {dp} replicas' microbatches")

@@ -135,6 +135,8 @@ ROW = "8,32,4,1024,16,24,1024,2,2,2,219.7"
         (f"{HEADER}\n{ROW.replace('1024,16', 'wide,16')}\n", "hidden = 'wide'"),
         (f"{HEADER}\n{ROW.replace('8,32', '4,32')}\n", "num_gpus = 4"),
         (f"{HEADER}\n{ROW.replace('8,32', '8,31')}\n", "31 samples"),
+        (f"{HEADER}\n{ROW.replace(',24,', ',1e30,')}\n", "layers = '1e30': expected a whole number of at most"),
+        (f"{HEADER}\n{ROW.replace('1024,16', '1024,17')}\n", "hidden = 1024 does not divide into heads = 17"),
     ],
 )
 def test_rows_that_are_no_measurements_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

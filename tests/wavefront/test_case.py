@@ -79,6 +79,16 @@ BAD = {
     "items below one": (("T_points_ms_per_layer", "t"), [[0, 1.0]], "profile of t has a time for 0"),
     "no such end": (("edges",), [["text", "audio"]], "edge text -> audio: there is no MetaOp audio"),
     "cycle": (("edges",), [["text", "image"], ["image", "text"]], "cycle: "),
+    "huge batch": (("metaops", "text", "batch_size"), 10**30, "batch_size of text is 10+; .* from 1 to 100,000"),
+    "layers yes or no": (("metaops", "text", "layer_num"), True, "layer_num of text is True"),
+    "MetaOps are a number": (("metaops",), 7, r"Expected `object`, got `int` - at `\$.metaops`"),
+    "MetaOp is a list": (("metaops", "text"), [1], r"Expected `object`, got `array` - at `\$.metaops\[...\]`"),
+    "profile is a list": (("profile_of", "text"), ["t"], r"Expected `str`, got `array` - at `\$.profile_of"),
+    "points are no pairs": (("T_points_ms_per_layer", "t"), [[1]], r"at `\$.T_points_ms_per_layer\[...\]\[0\]`"),
+    "endless time": (("T_points_ms_per_layer", "t"), [[1, float("inf")]], "profile of t says inf for 1"),
+    "huge time": (("T_points_ms_per_layer", "t"), [[4, 1e300]], r"take up to .* ms, more than 1,000,000,000"),
+    "edge of three": (("edges",), [["text", "image", "text"]], r"at `\$.edges\[0\]`"),
+    "no workers": (("results",), [{"N": 0}], r"Expected `int` >= 1 - at `\$.results\[0\].N`"),
     "no profiles": (("T_points_ms_per_layer",), None, "no 'T_points_ms_per_layer'"),
 }
 
