@@ -4,6 +4,9 @@
 
 A blocked Gloo wait cannot be interrupted, so the watchdog ends the process: it writes what hangs to stderr and
 calls `os._exit`. The others then lose their peer, or their own watchdog speaks.
+
+Time in which this process stood still itself (stopped and continued, a paused virtual machine) is no hang and does not
+count: where two looks are further apart than five intervals, five are counted.
 """
 
 from __future__ import annotations
@@ -55,11 +58,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         # Often enough to be in time for a short limit, seldom enough not to matter.
-        while not self._closed.wait(min(1.0, self.limit_s / 20)):
+        interval_s = min(1.0, self.limit_s / 20)
+        watched, seconds, last_look = None, 0.0, time.monotonic()
+        while not self._closed.wait(interval_s):
+            before, last_look = last_look, time.monotonic()
             activity = self._activity
             if activity is None:
                 continue
-            seconds = time.monotonic() - activity.since
+            if activity is not watched:
+                watched, seconds = activity, 0.0
+            seconds += min(last_look - max(before, activity.since), 5 * interval_s)
             if seconds > activity.limit_s:
                 self._hang(activity, seconds)
                 return

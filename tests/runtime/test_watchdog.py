@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -54,6 +57,26 @@ def test_a_failing_callback_does_not_save_the_process():
     watchdog.start(lambda: "something")
     assert ended.event.wait(10)
     watchdog.close()
+
+
+STOPS_ITSELF = """
+import os, signal, time
+from pipeweaver.runtime.watchdog import Watchdog
+watchdog = Watchdog(2.0)
+watchdog.start(lambda: "stopped")
+os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.3)  # three looks
+watchdog.stop()
+"""
+
+
+def test_a_process_that_was_stopped_and_continued_did_not_hang():
+    child = subprocess.Popen([sys.executable, "-c", STOPS_ITSELF])
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    time.sleep(3.0)
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(30) == 0
 
 
 def test_what_moves_is_left_alone():
