@@ -1,7 +1,7 @@
 """The command line: `pipeweaver plan`, `train`, `calibrate`, `estimate` and `rehearse` on one TOML file, and `validate`.
 
 Exit codes: 0 done; 1 a run that failed; 2 a mistake of the user, told in one line on stderr; 75 a hang that the
-watchdog ended; 130 Ctrl-C.
+watchdog ended; 130 Ctrl-C; 143 SIGTERM while workers run.
 torch is imported by what a command does, not here: `--help` answers at once.
 """
 
