@@ -171,10 +171,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job; `overrides` are "section.key=value". Raises ValueError, one line, at the first mistake."""
     document = toml.read(path, overrides)
-    tables = ("run", "workers", "policy", "model", "task", "tasks", "optimizer", "costs", "planner")
-    toml.check_keys(document, "", tables)
+    tables = ("run", "workers", "policy", "model", "tasks", "optimizer", "costs", "planner")
     if "task" in document.table:
         raise document.error("task", "tasks have names: write [tasks.main] and [tasks.main.data], or another name")
+    toml.check_keys(document, "", tables)
     run = _run(document)
     workers = toml.convert(document, "workers", Workers)
     policy = _policy(document)

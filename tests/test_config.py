@@ -150,6 +150,7 @@ def test_output_is_where_the_user_says(path: Path) -> None:
         ),
         ("tasks.main.weight=-1", "tasks.main.weight = -1: expected a number >= 0.0"),
         ("tasks=3", "tasks = 3: expected a table, [tasks]"),
+        ("wave=1", "wave = 1: unknown key; known here: run, workers, policy, model, tasks, optimizer, costs, planner"),
         ("task.backbone=language", "task: tasks have names: write [tasks.main] and [tasks.main.data], or another name"),
         ("model.vision.layers=100000", "model.vision.layers = 100000: expected a whole number <= 10000"),
         ("tasks.main.microbatches=0", "tasks.main.microbatches = 0: expected a whole number >= 1"),
