@@ -169,6 +169,7 @@ def free_early(plan):
 
 
 BROKEN = {
+    "negative memory of a worker": (lambda p: replace(p, static_bytes=(-1, *p.static_bytes[1:])), "memory"),
     "lost item": (lose_item, "stages"),
     "items of two parts swapped": (swap_items_of_parts, "edges"),
     "links changed": (lambda p: replace(p, links=p.links[1:]), "items"),

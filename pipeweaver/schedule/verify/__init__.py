@@ -131,6 +131,8 @@ def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:
 
 
 def _check_memory(plan: FlatPlan, budget_bytes: int | None) -> None:
+    if min(plan.head.static_bytes, default=0) < 0:  # makes room for what does not fit
+        raise PlanError("memory", f"parameters of a worker take {min(plan.head.static_bytes):,} bytes")
     if budget_bytes is None:
         return
     _, during = flat_held_bytes(plan)
