@@ -54,6 +54,8 @@ FILLING = 16
 """Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
 MANY = 32
 """Microbatches up to which the first cut under a budget is finer."""
+LIKELY = 0.55
+"""The first level that is tried, at most."""
 NEAR = 0.02
 """What a plan takes longer than its busiest worker, for memory not to be what holds it up."""
 LEAST_GAIN = 0.001
@@ -201,7 +203,7 @@ class StepPlanner:
             lean = here._replace(
                 even=ladders.evens[-1],
                 parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)),
-                level=ladders.levels[min(3, len(ladders.levels) - 1)],
+                level=min(ladders.levels, key=lambda level: abs(level - self._likely_level(here))),
             )
             if lean != here:
                 yield lean
@@ -218,6 +220,16 @@ class StepPlanner:
                 if found is not None and found < before * (1 - LEAST_GAIN):
                     here, climbing = neighbour, True
                     break
+
+    def _likely_level(self, choice: Choice) -> float:
+        """The level at which as many microbatches fit as there are workers, as in one forward, one backward; `LIKELY`
+        at most."""
+        assert self.budget_bytes is not None
+        step, workers = self._step(choice), self.placement.workers
+        kept = np.bincount(step.worker, weights=step.costs.saved_bytes, minlength=workers)
+        under_way = workers * kept / max(1, len(step.share.microbatches))
+        room = np.maximum(0, self.budget_bytes - self._static)
+        return float(np.min(room / np.maximum(1, under_way), initial=LIKELY))
 
     @property
     def _is_near_busiest(self) -> bool:
