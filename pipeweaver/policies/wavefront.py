@@ -15,6 +15,7 @@ slice, and passes are made finer where this batch needs more memory than the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from pipeweaver.costs import Costs
@@ -39,38 +40,40 @@ from pipeweaver.wavefront.plan import plan_wavefront
 PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of passes that are tried, in this order, until one fits into memory."""
 EFFORT = 5_000_000
-"""Of each search, see `plan_wavefront`."""
+"""Of the searches for all passes together, see `plan_wavefront`, for many MetaOps; few need less."""
+MANY = 8
+"""MetaOps from which the whole effort is made."""
 CLOSE, LONGER = 1.05, 20
-"""A search that ends farther above its bound is made again with so many times the effort: seconds, once per run."""
+"""A search that ends farther above its bound is made again with so many times the effort, where memory suffices: seconds,
+once per run."""
 SEARCHES = 3
 """Searches with links as fast as inside an island, which most slices stay in; one more expects slow ones."""
 HOPELESS = 1.5
 """A placed schedule this much longer than the best emulated one so far is not emulated."""
 
-Planner = Callable[[MetaGraph, Cluster], Schedule]
+Planner = Callable[[MetaGraph, Cluster, int], Schedule]
+"""A MetaGraph, workers, and the number of passes of which this is one."""
 
 
-def _searched(number: int) -> Planner:
-    def plan(graph: MetaGraph, cluster: Cluster) -> Schedule:
+def _searched(number: int, times: int = 1) -> Planner:
+    def plan(graph: MetaGraph, cluster: Cluster, passes: int) -> Schedule:
         links = cluster.inside if number < SEARCHES else cluster.across
-        found = plan_wavefront(graph, cluster.workers, links, seed=number, effort=EFFORT)
-        if found.makespan_ns <= CLOSE * found.lower_bound_ns:
-            return found
-        longer = plan_wavefront(graph, cluster.workers, links, seed=number, effort=LONGER * EFFORT)
-        return min(found, longer, key=lambda schedule: schedule.makespan_ns)
+        few = min(1.0, len(graph.ops) / MANY) ** 2
+        effort = round(times * EFFORT * few / passes)
+        return plan_wavefront(graph, cluster.workers, links, seed=number, effort=effort)
 
     return plan
 
 
-def _levels(graph: MetaGraph, cluster: Cluster) -> Schedule:
+def _levels(graph: MetaGraph, cluster: Cluster, passes: int) -> Schedule:
     return plan_levels(graph, cluster.workers, cluster.inside)
 
 
-def _task_parallel(graph: MetaGraph, cluster: Cluster) -> Schedule:
+def _task_parallel(graph: MetaGraph, cluster: Cluster, passes: int) -> Schedule:
     return task_parallel(graph, cluster.workers, cluster.inside)
 
 
-def _sequential(graph: MetaGraph, cluster: Cluster) -> Schedule:
+def _sequential(graph: MetaGraph, cluster: Cluster, passes: int) -> Schedule:
     return sequential(graph, cluster.workers, cluster.inside)
 
 
@@ -81,6 +84,10 @@ PLANNERS: dict[str, tuple[Planner, ...]] = {
     "sequential": (_sequential,),
 }
 """What each policy emulates to choose from."""
+LONGER_PLANNERS: dict[str, tuple[Planner, ...]] = {
+    "wavefront": tuple(_searched(number, LONGER) for number in range(SEARCHES + 1))
+}
+"""What is emulated beside where the best of those is farther above its bound than `CLOSE`."""
 
 
 def place_with(policy: str) -> PlaceRun:
@@ -99,32 +106,38 @@ def place_with(policy: str) -> PlaceRun:
         share = _typical(shares)
         cluster = replace(cluster_of(costs, workers), memory_bytes=budget_bytes)
         shortage: MemoryShortage | None = None
+        tasks = task_modules(graph, shares)
         for passes in PASSES:
-            parts = split_passes(graph, share, passes)
-            graphs = [bind(graph, part, costs, workers, dtype=dtype) for part in parts]
-            best: tuple[Prediction, Placement] | None = None
-            for planner in PLANNERS[policy]:
-                try:
-                    schedules = _placed(graphs, planner, cluster)
-                except MemoryShortage as error:
-                    shortage = error
-                    continue
+            graphs = [bind(graph, part, costs, workers, dtype=dtype) for part in split_passes(graph, share, passes)]
+            tried = _Tried()
+
+            def consider(planner: Planner, graphs: Sequence[MetaGraph] = graphs, tried: _Tried = tried) -> None:
+                schedules = _placed(graphs, planner, cluster)
                 planned_ns = sum(schedule.makespan_ns for schedule in schedules)
-                if best is not None and planned_ns > HOPELESS * best[0].makespan_ns:
-                    continue
-                placement = placement_of(graphs, schedules)
-                placement = with_idle(placement, task_modules(graph, shares), graph)
+                tried.planned(planned_ns, sum(schedule.lower_bound_ns for schedule in schedules))
+                if tried.best is not None and planned_ns > HOPELESS * tried.best[0].makespan_ns:
+                    return
+                placement = with_idle(placement_of(graphs, schedules), tasks, graph)
                 draft = draft_of(graph, placement, share, costs, policy=policy)
                 predicted = _predicted(graph, share, draft, costs, dtype)
                 missing = max(predicted.peak_bytes) - (budget_bytes or 0)
                 if budget_bytes is not None and missing > 0:
-                    shortage = MemoryShortage(
-                        _too_much(share, predicted, placement, graph, costs, budget_bytes), missing
-                    )
-                elif best is None or predicted.step_ns < best[0].step_ns:
-                    best = predicted, placement
-            if best is not None:
-                return best[1]
+                    words = _too_much(share, predicted, placement, graph, costs, budget_bytes)
+                    raise MemoryShortage(words, missing)
+                if tried.best is None or predicted.step_ns < tried.best[0].step_ns:
+                    tried.best = predicted, placement
+
+            for planner in PLANNERS[policy]:
+                try:
+                    consider(planner)
+                except MemoryShortage as error:
+                    shortage = error
+            if tried.best is not None and not tried.is_close:
+                for planner in LONGER_PLANNERS.get(policy, ()):
+                    with suppress(MemoryShortage):
+                        consider(planner)
+            if tried.best is not None:
+                return tried.best[1]
             if passes >= len(share.items):
                 break
         assert shortage is not None
@@ -174,12 +187,27 @@ def plan_with(policy: str) -> PlanStep:
 POLICIES = {name: Policy(place=place_with(name), plan=plan_with(name)) for name in PLANNERS}
 
 
+class _Tried:
+    """What was emulated with some number of passes: the best so far, and how far planning is from its bound."""
+
+    def __init__(self) -> None:
+        self.best: tuple[Prediction, Placement] | None = None
+        self._shortest_ns, self._bound_ns = float("inf"), 0
+
+    def planned(self, makespan_ns: int, bound_ns: int) -> None:
+        self._shortest_ns, self._bound_ns = min(self._shortest_ns, makespan_ns), max(self._bound_ns, bound_ns)
+
+    @property
+    def is_close(self) -> bool:
+        return self._shortest_ns <= CLOSE * self._bound_ns
+
+
 def _placed(graphs: Sequence[MetaGraph], planner: Planner, cluster: Cluster) -> list[Schedule]:
     """A placed schedule for every pass; parameters that one pass put somewhere are there in the others."""
     held: Held = {}
     schedules = []
     for graph in graphs:
-        schedules.append(place(graph, planner(graph, cluster), cluster, held=held))
+        schedules.append(place(graph, planner(graph, cluster, len(graphs)), cluster, held=held))
         held = add_held(graph, schedules[-1], held)
     return schedules
 
