@@ -71,7 +71,8 @@ def in_words(candidates: Sequence[Candidate]) -> list[str]:
         if one.planning is None:
             lines.append(f"{one.policy} cannot run this job: {one.reason}")
         else:
-            lines.append(f"{one.policy}: {one.step_ns / 1e6:.1f} ms per step, {one.peak_bytes / 2**20:.1f} MiB at most")
+            mean_ms, most = one.step_ns / 1e6, one.peak_bytes / 2**20
+            lines.append(f"{one.policy}: {mean_ms:.1f} ms per step, mean of sampled batches; {most:.1f} MiB at most")
     able = [one for one in candidates if one.planning is not None]
     if len(able) > 1:
         first, second = able[:2]

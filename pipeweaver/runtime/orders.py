@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeweaver.calibrate import pack_costs
 from pipeweaver.cluster import available_cores
-from pipeweaver.config import Job
+from pipeweaver.config import AUTO, Job
 from pipeweaver.data.items import Batch, Sample
 from pipeweaver.data.loader import Loader
 from pipeweaver.data.tasks import TaskBatches
@@ -64,6 +64,9 @@ def planned_orders(
         place(job, graph, prepare.job_sample(job, loaders["train"], task_set.tasks), costs, budget_bytes)
         for task_set in job.task_sets
     ]
+    if job.policy.name == AUTO:
+        for task_set, planning in zip(job.task_sets, plannings, strict=True):
+            print(f"policy {AUTO} takes {planning.policy} for {', '.join(task_set.tasks)}", flush=True)
 
     def service(planning: Planning) -> Service:
         setup = JobSetup(

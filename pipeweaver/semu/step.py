@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from operator import is_
 
 from pipeweaver.data.items import Item, Share
 from pipeweaver.data.table import ItemTable
@@ -81,7 +82,8 @@ def resized(step: StepStages, share: Share, where: Where) -> StepStages | None:
         return None
     if step.share.links is not share.links and step.share.links != share.links:
         return None
-    changed = [i for i, (old, new) in enumerate(zip(before, share.items, strict=True)) if old is not new and old != new]
+    others = [i for i, same in enumerate(map(is_, before, share.items)) if not same]
+    changed = [i for i in others if before[i] != share.items[i]]
     if any(not _same_kind(before[i], share.items[i]) for i in changed):
         return None
     found = copy(step)

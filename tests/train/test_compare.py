@@ -11,7 +11,7 @@ from pipeweaver.config import Job, load
 from pipeweaver.costs import FlatCosts
 from pipeweaver.policies import POLICIES
 from pipeweaver.policies.policy import Policy
-from pipeweaver.runtime import compare, prepare
+from pipeweaver.runtime import compare, orders, prepare
 from tests.train.test_tasks import JOB
 
 SETTINGS = ["policy.name=auto", "policy.rounds=2", "workers.pipeline=2"]
@@ -62,3 +62,15 @@ def test_a_job_that_nothing_can_run(asked, monkeypatch):
         ValueError, match="policy auto: none of dynamic, wavefront can run the job: dynamic: two islands"
     ):
         compare.place(*asked)
+
+
+def test_a_run_says_what_auto_took(asked, monkeypatch, capsys):
+    job, graph, sample, costs, budget_bytes = asked
+    loaders = {"train": prepare.job_loaders(job, prepare.job_datasets(job)["train"])}
+    monkeypatch.setattr(orders, "pack_costs", lambda _: b"")
+    monkeypatch.setattr(prepare, "job_sample", lambda *_: sample)
+    orders.planned_orders(job, graph, loaders, costs, orders.Corrections(), budget_bytes)
+    taken = compare.place(*asked).policy
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(job.task_sets)
+    assert said[0] == f"policy auto takes {taken} for {', '.join(job.task_sets[0].tasks)}"
