@@ -276,7 +276,7 @@ from pipeweaver.runtime.execution import Execution
 perform = Execution.perform
 
 def kill(self, action):
-    if self.plan.step == 1 and os.environ["RANK"] == "0" and self.at == len(self.plan.actions[0]) // 2:
+    if self.plan.step == 1 and not self.plan.forward_only and os.environ["RANK"] == "0" and self.at == len(self.plan.actions[0]) // 2:
         for pid in descendants(os.getpid()):
             os.kill(pid, signal.SIGKILL)
     return perform(self, action)
