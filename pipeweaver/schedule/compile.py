@@ -24,19 +24,14 @@ import numpy as np
 from pipeweaver.costs import Costs, with_strategies
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.schedule.actions import build_actions, order_transfers, place_copies
+from pipeweaver.schedule.actions import build_actions, place_copies
 from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.connect import Ints
 from pipeweaver.schedule.emulate import FlatTimeline, Queue, emulate_flat
 from pipeweaver.schedule.flat import (
     COMPUTE,
-    LOAD,
     NORM,
-    OFFLOAD,
-    RECEIVED,
     REDUCE,
-    RELOAD,
-    SETTLE,
     STEP,
     FlatActions,
     FlatEdges,
@@ -62,6 +57,7 @@ from pipeweaver.schedule.stages import (
     unit_costs,
 )
 from pipeweaver.schedule.timing import OrderError, StageTimes, time_stages
+from pipeweaver.schedule.transfers import Posts, step_transfers, tensor_names
 
 Strategies = tuple[tuple[tuple[Strategy, ...], ...], ...]
 """Of every layer of every part of every chunk; none means that all is kept."""
@@ -156,12 +152,12 @@ def _bare(step: StepStages, draft: Draft, orders: Orders, lead: int, known: Unit
         costs = step.costs if not draft.strategies else _priced(step, strategies, used)
     graph = stage_graph(step, costs, orders.split)
     times = _time(step, draft, graph, orders)
-    transfers, posts = _transfers(step, orders, times, lead)
+    transfers, posts = step_transfers(step, orders, times, lead)
     ending = _ending_of(step, draft.forward_only)
     none = ints([])
     return FlatPlan(
         head=_head(step, draft, ending),
-        names=tuple(_names(step)),
+        names=tuple(tensor_names(step)),
         loads=step.wiring.loads,
         strategies=strategies,
         order=FlatStages(none, none, none, none),
@@ -196,54 +192,6 @@ def _time(step: StepStages, draft: Draft, graph: StageGraph, orders: Orders) -> 
         raise ValueError(f"the order of policy {draft.policy or '(unnamed)'} has a circle of waiting: {at}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Posts:
-    """The posts of worker w in order, from `start[w]` on: in which slot, of which transfer."""
-
-    start: Ints
-    slot: Ints
-    transfer: Ints
-
-
-def _transfers(step: StepStages, orders: Orders, times: StageTimes, lead: int) -> tuple[FlatTransfers, _Posts]:
-    """All transfers in their total order, and who posts them where."""
-    size, edges = len(step), step.edges
-    rank = np.zeros(3 * size, np.int64)
-    rank[times.completed] = np.arange(len(times.completed))
-    crossing = np.nonzero(~step.is_local)[0]
-    returning = crossing[step.grad[crossing]]
-    edge = np.concatenate([crossing, returning])
-    phase = np.concatenate([np.zeros(len(crossing), np.int64), np.ones(len(returning), np.int64)])
-    producer = np.concatenate([edges.source[crossing], size + edges.destination[returning]])
-    order = np.lexsort((phase, edge, rank[producer]))
-    edge, phase, producer = edge[order], phase[order], producer[order]
-    ends = np.stack([step.worker[edges.source[edge]], step.worker[edges.destination[edge]]])
-    sender, receiver = np.where(phase == 0, ends, ends[::-1])
-    posted = order_transfers(orders.start, orders.stage, rank, producer, receiver, lead)
-    inlets = [inlet for of in step.wiring.inlets for inlet in of]
-    names = _names(step)
-    transfers = FlatTransfers(
-        edge=edge,
-        phase=phase,
-        sender=sender,
-        receiver=receiver,
-        rows=edges.num_rows[edge],
-        width=ints([inlet.width for inlet in inlets])[edges.inlet[edge]],
-        dtype=ints([names[inlet.dtype] for inlet in inlets])[edges.inlet[edge]],
-        num_bytes=step.edge_bytes[edge],
-        duration_ns=step.lag_ns[edge],
-    )
-    worker = np.concatenate([sender, receiver])
-    number = np.tile(np.arange(len(edge)), 2)
-    by_worker = np.lexsort((number, worker))
-    posts = _Posts(
-        start=starts(np.bincount(worker, minlength=step.placement.workers)),
-        slot=posted.T.reshape(-1)[by_worker],
-        transfer=number[by_worker],
-    )
-    return transfers, posts
-
-
 def _actions(
     step: StepStages,
     costs: UnitCosts,
@@ -251,111 +199,46 @@ def _actions(
     orders: Orders,
     times: StageTimes,
     transfers: FlatTransfers,
-    posts: _Posts,
+    posts: Posts,
     ending: _Ending,
     strategies: tuple[tuple[Strategy, ...], ...],
     used: Ints,
 ) -> FlatActions:
-    edges, size = step.edges, len(step)
-    number = np.full((len(edges.source), 2), -1, np.int64)
-    number[transfers.edge, transfers.phase] = np.arange(len(transfers.edge))
-    loads = np.array([bool(names) for names in step.wiring.loads], np.bool_)[step.units.chunk]
+    units = step.units
+    loads = np.array([bool(names) for names in step.wiring.loads], np.bool_)[units.chunk]
     offloads = np.array(["offload" in chosen for chosen in strategies], np.bool_)[used]
     settled, returns = place_copies(
         orders.start, orders.stage, times.start_ns, times.end_ns, offloads, costs.offload_ns
     )
-    start, rows, allocation_start, allocations, free_start, frees = build_actions(
-        orders.start,
-        orders.stage,
-        orders.split,
-        step.learns,
+    columns = build_actions(
+        orders,
         times.end_ns,
-        edges.source,
-        edges.destination,
+        graph.duration_ns,
+        step.edges,
         step.grad,
         step.is_local,
         step.is_whole,
         step.edge_bytes,
-        number,
-        transfers.edge,
-        transfers.phase,
-        transfers.duration_ns,
-        transfers.receiver,
-        posts.start,
-        posts.slot,
-        posts.transfer,
-        *_by_unit(edges.destination, size),
-        *_by_unit(edges.source, size),
+        transfers,
+        posts,
+        units.chunk,
+        units.part,
+        step.learns,
         loads,
-        costs.loaded_bytes,
-        costs.load_ns,
-        costs.saved_bytes,
+        costs,
         step.output_bytes,
-        costs.weight_bytes,
-        costs.forward_workspace_bytes,
-        costs.backward_workspace_bytes,
-        costs.weight_workspace_bytes,
-        graph.duration_ns,
+        used,
         offloads,
-        costs.offloaded_bytes,
-        costs.offload_ns,
         settled,
         returns,
         ending.start,
         ending.rows,
     )
-    kind, first, phase, duration, workspace = (np.ascontiguousarray(column) for column in rows.T)
-    of_unit = np.isin(kind, (COMPUTE, LOAD, OFFLOAD, RELOAD, SETTLE))
-    unit = np.where(of_unit, first, 0)
-    chunk, part = (step.units.chunk[unit], step.units.part[unit]) if size else (unit, unit)
-    detail = np.where(kind == LOAD, chunk, 0)
-    # The forward says what becomes of what it saves.
-    forward = (kind == COMPUTE) & (phase == 0)
-    detail[forward] = used[unit[forward]]
-    return FlatActions(
-        start=start,
-        kind=kind,
-        first=np.where(of_unit, chunk, first),
-        second=np.where(of_unit, part, 0),
-        phase=phase,
-        detail=detail,
-        duration_ns=duration,
-        workspace_bytes=workspace,
-        allocation_start=allocation_start,
-        allocation_kind=allocations[:, 0].copy(),
-        **_buffers("allocation", step, allocations),
-        allocation_bytes=allocations[:, 2].copy(),
-        free_start=free_start,
-        free_kind=frees[:, 0].copy(),
-        **_buffers("free", step, frees),
-    )
-
-
-def _buffers(name: str, step: StepStages, found: Ints) -> dict[str, Ints]:
-    """`first` and `second` of buffers: a transfer, or chunk and part."""
-    received = found[:, 0] == RECEIVED
-    unit = np.where(received, 0, found[:, 1])
-    chunk, part = (step.units.chunk[unit], step.units.part[unit]) if len(step) else (unit, unit)
-    return {
-        f"{name}_first": np.where(received, found[:, 1], chunk),
-        f"{name}_second": np.where(received, 0, part),
-    }
-
-
-def _by_unit(unit: Ints, size: int) -> tuple[Ints, Ints]:
-    """Edges by unit, ascending: those of unit u from start[u] on."""
-    return starts(np.bincount(unit, minlength=size)), np.argsort(unit, kind="stable")
-
-
-def _names(step: StepStages) -> dict[str, int]:
-    """Numbers of all names that edges and transfers use."""
-    inlets = [inlet for of in step.wiring.inlets for inlet in of]
-    names = [name for inlet in inlets for name in (inlet.output, inlet.input, inlet.dtype)]
-    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return FlatActions(*columns)
 
 
 def _flat_edges(step: StepStages) -> FlatEdges:
-    names, edges, units = _names(step), step.edges, step.units
+    names, edges, units = tensor_names(step), step.edges, step.units
     inlets = [inlet for of in step.wiring.inlets for inlet in of]
     static = ints([(names[i.output], names[i.input], names[i.dtype], i.width, i.grad) for i in inlets])  # type: ignore[misc]
     output, name, dtype, width, grad = static.reshape(-1, 5)[edges.inlet].T.copy()
@@ -432,7 +315,8 @@ def _head(step: StepStages, draft: Draft, ending: _Ending) -> Plan:
 @dataclass(frozen=True, kw_only=True)
 class _Ending:
     """What depends on the placement alone: parameter groups, what workers hold throughout, and the rows that end
-    their lists (reductions in the order of the groups, the norm, the optimizer's step), from `start[w]` on."""
+    their lists (reductions in the order of the groups, the norm, the optimizer's step) as kind, group, duration, from
+    `start[w]` on."""
 
     groups: tuple[ParameterGroup, ...]
     static_bytes: tuple[int, ...]
@@ -465,14 +349,14 @@ def _ending(graph: ModelGraph, placement: Placement, costs: Costs, num_replicas:
             for number, group in enumerate(groups):
                 members = len(group.holders) * num_replicas
                 if worker in group.holders and members > 1:
-                    rows.append((REDUCE, number, 0, costs.reduce_ns(members, group.num_bytes), 0))
+                    rows.append((REDUCE, number, costs.reduce_ns(members, group.num_bytes)))
             workers = placement.workers * num_replicas
-            rows.append((NORM, 0, 0, costs.reduce_ns(workers, 8) if workers > 1 else 0, 0))
-            rows.append((STEP, 0, 0, sum(costs.optimizer_ns(layer) for layer in layers), 0))
+            rows.append((NORM, 0, costs.reduce_ns(workers, 8) if workers > 1 else 0))
+            rows.append((STEP, 0, sum(costs.optimizer_ns(layer) for layer in layers)))
         counts.append(len(rows) - before)
     return _Ending(
         groups=groups,
         static_bytes=static_bytes(graph, placement, costs),
         start=starts(counts),
-        rows=np.array(rows, np.int64).reshape(-1, 5),
+        rows=np.array(rows, np.int64).reshape(-1, 3),
     )

@@ -72,37 +72,34 @@ def emulate(plans: Sequence[Plan], queue: Queue = "pair") -> tuple[Timeline, ...
 
 def emulate_flat(plans: Sequence[FlatPlan], queue: Queue = "pair") -> tuple[FlatTimeline, ...]:
     """The same from flat plans, as arrays."""
-    none = np.zeros(0, np.int64)
-    kinds, arguments, durations, senders, receivers, transfer_ns = ([none] for _ in range(6))
-    bounds = [np.zeros(1, np.int64)]
     num_groups = max((len(plan.head.groups) for plan in plans), default=0)
+    columns: list[tuple[Ints, ...]] = []
     worker_base, transfer_base, action_base, unit_base = 0, 0, 0, 0
     for plan in plans:
         actions, transfers = plan.actions, plan.transfers
-        kind = actions.kind
-        moves = (kind == POST) | (kind == WAIT)
-        argument = np.where(moves, actions.first + transfer_base, np.where(kind == NORM, num_groups, actions.first))
-        units = starts([len(of) for of in plan.head.parts])
-        copies = np.nonzero((kind == OFFLOAD) | (kind == RELOAD) | (kind == SETTLE))[0]
-        argument[copies] = units[actions.first[copies]] + actions.second[copies] + unit_base
-        kinds.append(kind)
-        arguments.append(argument)
-        durations.append(actions.duration_ns)
-        bounds.append(actions.start[1:] + action_base)
-        senders.append(transfers.sender + worker_base)
-        receivers.append(transfers.receiver + worker_base)
-        transfer_ns.append(transfers.duration_ns)
+        unit_start = starts([len(of) for of in plan.head.parts])
+        columns.append(
+            (
+                actions.kind,
+                _arguments(
+                    actions.kind, actions.first, actions.second, unit_start, transfer_base, unit_base, num_groups
+                ),
+                actions.duration_ns,
+                actions.start[1:] + action_base,
+                transfers.sender + worker_base,
+                transfers.receiver + worker_base,
+                transfers.duration_ns,
+            )
+        )
         worker_base += plan.num_workers
         transfer_base += len(transfers.edge)
-        action_base += len(kind)
-        unit_base += int(units[-1])
-    kind, argument, duration = np.concatenate(kinds), np.concatenate(arguments), np.concatenate(durations)
-    sender, receiver = np.concatenate(senders), np.concatenate(receivers)
-    worker_start = np.concatenate(bounds)
-    meets = (kind == REDUCE) | (kind == NORM)
-    members = np.bincount(argument[meets], minlength=num_groups + 1)
-    lengths = np.zeros(len(members), np.int64)
-    np.maximum.at(lengths, argument[meets], duration[meets])
+        action_base += len(actions.kind)
+        unit_base += int(unit_start[-1])
+    none = np.zeros(0, np.int64)
+    kind, argument, duration, ends, sender, receiver, transfer_ns = (
+        (np.concatenate(column) for column in zip(*columns, strict=True)) if columns else (none,) * 7
+    )
+    worker_start = np.concatenate([np.zeros(1, np.int64), ends])
     before, after = _queue_order(kind, argument, worker_start, sender, receiver, _QUEUES.index(queue))
     begin, end, moved, arrived, stuck = _run(
         kind,
@@ -110,11 +107,10 @@ def emulate_flat(plans: Sequence[FlatPlan], queue: Queue = "pair") -> tuple[Flat
         duration,
         worker_start,
         sender,
-        np.concatenate(transfer_ns),
+        transfer_ns,
         before,
         after,
-        members,
-        lengths,
+        num_groups + 1,
         unit_base,
     )
     if stuck.max(initial=-1) >= 0:
@@ -180,6 +176,21 @@ def _where_stuck(plans: Sequence[FlatPlan], worker_start: Ints, stuck: Ints) -> 
 
 
 @numba.njit(cache=True)
+def _arguments(kind, first, second, unit_start, transfer_base, unit_base, num_groups):  # type: ignore[no-untyped-def]
+    """What each action is about, numbered through all plans: a transfer, a unit (of copies), a meeting; `num_groups` is
+    the norm."""
+    found = first.copy()
+    for a in range(len(kind)):
+        if kind[a] == POST or kind[a] == WAIT:
+            found[a] += transfer_base
+        elif kind[a] == OFFLOAD or kind[a] == RELOAD or kind[a] == SETTLE:
+            found[a] = unit_start[first[a]] + second[a] + unit_base
+        elif kind[a] == NORM:
+            found[a] = num_groups
+    return found
+
+
+@numba.njit(cache=True)
 def _queue_order(kind, argument, worker_start, sender, receiver, queue):  # type: ignore[no-untyped-def]
     """Neighbours in the queues, [transfers, 2] each: the transfer queued just before and just after at the
     sender's end (column 0) and at the receiver's (1); -1 for none. `queue` indexes `_QUEUES`."""
@@ -202,14 +213,18 @@ def _queue_order(kind, argument, worker_start, sender, receiver, queue):  # type
 
 
 @numba.njit(cache=True)
-def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, after, members, meeting_ns, num_units):  # type: ignore[no-untyped-def]
+def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, after, num_meetings, num_units):  # type: ignore[no-untyped-def]
     """Advance every worker until it blocks, over and over, until all are done or none advances."""
     num_workers, num_transfers = len(worker_start) - 1, len(sender)
-    begin, end = np.zeros(len(kind), np.int64), np.zeros(len(kind), np.int64)
+    begin, end = np.empty(len(kind), np.int64), np.empty(len(kind), np.int64)
     posted = np.full((num_transfers, 2), -1, np.int64)
     moved, arrived = np.full(num_transfers, -1, np.int64), np.full(num_transfers, -1, np.int64)
-    met = np.zeros(len(members), np.int64)
-    meeting = np.zeros(len(members), np.int64)
+    members, meeting_ns = np.zeros(num_meetings, np.int64), np.zeros(num_meetings, np.int64)
+    for a in range(len(kind)):
+        if kind[a] == REDUCE or kind[a] == NORM:
+            members[argument[a]] += 1
+            meeting_ns[argument[a]] = max(meeting_ns[argument[a]], duration[a])
+    met, meeting = np.zeros(num_meetings, np.int64), np.zeros(num_meetings, np.int64)
     joined = np.zeros(num_workers, np.int64)
     place = worker_start[:-1].copy()
     clock = np.zeros(num_workers, np.int64)

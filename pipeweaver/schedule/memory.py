@@ -7,8 +7,6 @@ peak 190 while F runs.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numba
 import numpy as np
 
@@ -48,26 +46,16 @@ def flat_held_bytes(plan: FlatPlan) -> tuple[Ints, Ints]:
 
     Buffers that do not exist, or are freed without being held, count as nothing: the verifier rejects them.
     """
-    actions = plan.actions
-    allocated, freed, size = buffer_numbers(plan)
-    return _held(
-        np.array(plan.head.static_bytes, np.int64),
-        actions.start,
-        actions.workspace_bytes,
-        actions.allocation_start,
-        allocated,
-        np.where(actions.allocation_kind == HOST, 0, actions.allocation_bytes),
-        actions.free_start,
-        freed,
-        size,
-    )
+    static = np.array(plan.head.static_bytes, np.int64)
+    after, during, _ = _held(static, plan.actions, _unit_start(plan), len(plan.transfers.edge))
+    return after, during
 
 
 def flat_peak_bytes(plan: FlatPlan) -> tuple[int, ...]:
     """Highest memory of each worker, bytes."""
-    _, during = flat_held_bytes(plan)
-    bounds = zip(plan.head.static_bytes, pairwise(plan.actions.start.tolist()), strict=True)
-    return tuple(max(static, int(during[a:b].max(initial=0))) for static, (a, b) in bounds)
+    static = np.array(plan.head.static_bytes, np.int64)
+    _, _, peaks = _held(static, plan.actions, _unit_start(plan), len(plan.transfers.edge))
+    return tuple(peaks.tolist())
 
 
 def buffer_numbers(plan: FlatPlan) -> tuple[Ints, Ints, int]:
@@ -76,24 +64,14 @@ def buffer_numbers(plan: FlatPlan) -> tuple[Ints, Ints, int]:
     Kind k of unit u of U is number k * U + u, transfer t number K * U + t for K kinds; -1 is a buffer of a chunk,
     part or transfer that does not exist.
     """
-    actions = plan.actions
-    units = starts([len(of) for of in plan.head.parts])
-    num_transfers = len(plan.transfers.edge)
-
-    def numbers(kind: Ints, first: Ints, second: Ints) -> Ints:
-        received = kind == RECEIVED
-        is_chunk = ~received & (first >= 0) & (first < len(units) - 1) & (second >= 0)
-        chunk = np.where(is_chunk, first, 0)
-        if len(units) == 1:
-            return np.where(received, first, -1)
-        unit = units[chunk] + second
-        is_transfer = received & (first >= 0) & (first < num_transfers) & (second == 0)
-        is_unit = is_chunk & (unit < units[chunk + 1])
-        return np.where(is_unit, kind * units[-1] + unit, np.where(is_transfer, len(BUFFERS) * units[-1] + first, -1))
-
-    allocated = numbers(actions.allocation_kind, actions.allocation_first, actions.allocation_second)
-    freed = numbers(actions.free_kind, actions.free_first, actions.free_second)
-    return allocated, freed, int(len(BUFFERS) * units[-1] + num_transfers)
+    actions, units, num_transfers = plan.actions, _unit_start(plan), len(plan.transfers.edge)
+    allocated = (actions.allocation_kind, actions.allocation_first, actions.allocation_second)
+    freed = (actions.free_kind, actions.free_first, actions.free_second)
+    return (
+        _numbers(*allocated, units, num_transfers),
+        _numbers(*freed, units, num_transfers),
+        int(len(BUFFERS) * units[-1] + num_transfers),
+    )
 
 
 def allocations(action: Action) -> tuple[tuple[Buffer, int], ...]:
@@ -101,22 +79,62 @@ def allocations(action: Action) -> tuple[tuple[Buffer, int], ...]:
     return action.allocations if isinstance(action, Load | Compute | Offload | Reload | Post) else ()
 
 
+def _unit_start(plan: FlatPlan) -> Ints:
+    """[chunks + 1]: the first unit of each chunk."""
+    return starts([len(of) for of in plan.head.parts])
+
+
 @numba.njit(cache=True)
-def _held(static, start, workspace, allocation_start, allocated, sizes, free_start, freed, size):  # type: ignore[no-untyped-def]
-    after, during = np.zeros(start[-1], np.int64), np.zeros(start[-1], np.int64)
-    holds = np.zeros(size, np.int64)
+def _number(kind, first, second, unit_start, num_transfers):  # type: ignore[no-untyped-def]
+    """The number of a buffer, see `buffer_numbers`."""
+    if kind == RECEIVED:
+        exists = 0 <= first < num_transfers and second == 0
+        return _KINDS * unit_start[-1] + first if exists else -1
+    if not (0 <= first < len(unit_start) - 1 and 0 <= second < unit_start[first + 1] - unit_start[first]):
+        return -1
+    return kind * unit_start[-1] + unit_start[first] + second
+
+
+@numba.njit(cache=True)
+def _numbers(kind, first, second, unit_start, num_transfers):  # type: ignore[no-untyped-def]
+    found = np.empty(len(kind), np.int64)
+    for i in range(len(kind)):
+        found[i] = _number(kind[i], first[i], second[i], unit_start, num_transfers)
+    return found
+
+
+@numba.njit(cache=True)
+def _held(static, actions, unit_start, num_transfers):  # type: ignore[no-untyped-def]
+    """(held after each action, highest while it runs) [A], (highest) [P]."""
+    start = actions.start
+    after, during = np.empty(start[-1], np.int64), np.empty(start[-1], np.int64)
+    holds = np.zeros(_KINDS * unit_start[-1] + num_transfers, np.int64)
+    peaks = static.copy()
     for w in range(len(start) - 1):
         holds[:] = 0
         held = static[w]
         for a in range(start[w], start[w + 1]):
-            for i in range(allocation_start[a], allocation_start[a + 1]):
-                if allocated[i] >= 0:
-                    holds[allocated[i]] = sizes[i]
-                    held += sizes[i]
-            during[a] = held + workspace[a]
-            for i in range(free_start[a], free_start[a + 1]):
-                if freed[i] >= 0:
-                    held -= holds[freed[i]]
-                    holds[freed[i]] = 0
+            for i in range(actions.allocation_start[a], actions.allocation_start[a + 1]):
+                kind, first, second = (
+                    actions.allocation_kind[i],
+                    actions.allocation_first[i],
+                    actions.allocation_second[i],
+                )
+                number = _number(kind, first, second, unit_start, num_transfers)
+                # What is on the host takes none of the worker's memory.
+                if number >= 0 and kind != HOST:
+                    holds[number] = actions.allocation_bytes[i]
+                    held += holds[number]
+            during[a] = held + actions.workspace_bytes[a]
+            peaks[w] = max(peaks[w], during[a])
+            for i in range(actions.free_start[a], actions.free_start[a + 1]):
+                kind, first, second = actions.free_kind[i], actions.free_first[i], actions.free_second[i]
+                number = _number(kind, first, second, unit_start, num_transfers)
+                if number >= 0:
+                    held -= holds[number]
+                    holds[number] = 0
             after[a] = held
-    return after, during
+    return after, during, peaks
+
+
+_KINDS = len(BUFFERS)

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
 from pipeweaver.costs import Costs, LayerStrategies, StageCost
@@ -209,20 +210,49 @@ def unit_costs(costs: Sequence[StageCost]) -> UnitCosts:
 def stage_graph(step: StepStages, costs: UnitCosts, split: Ints) -> StageGraph:
     """The graph of all 3U numbers. `split` [U] says which units have their backward split; stages that do not exist
     have no successors."""
-    size, edges = len(step), step.edges
-    learns = step.learns
-    back = np.where(split, costs.input_ns, costs.backward_ns)
-    duration = np.concatenate([costs.forward_ns, back * learns, costs.weight_ns * split])
-    grads = np.nonzero(step.grad)[0]
-    learning, splitting = np.nonzero(learns)[0], np.nonzero(split)[0]
-    source = np.concatenate([edges.source, size + edges.destination[grads], learning, size + splitting])
-    target = np.concatenate([edges.destination, size + edges.source[grads], size + learning, 2 * size + splitting])
-    none = np.zeros(len(learning) + len(splitting), np.int64)
-    lag = np.concatenate([step.lag_ns, step.lag_ns[grads], none])
-    order = np.argsort(source, kind="stable")
+    edges = step.edges
+    return StageGraph(
+        *_graph(step.worker, step.learns, costs, split, edges.source, edges.destination, step.grad, step.lag_ns)
+    )
+
+
+@numba.njit(cache=True)
+def _graph(worker, learns, costs, split, source, destination, grad, lag_ns):  # type: ignore[no-untyped-def]
+    size, num_edges = len(worker), len(source)
+    workers, duration = np.empty(3 * size, np.int64), np.zeros(3 * size, np.int64)
     start = np.zeros(3 * size + 1, np.int64)
-    np.cumsum(np.bincount(source, minlength=3 * size), out=start[1:])
-    return StageGraph(np.tile(step.worker, 3), duration, start, target[order], lag[order])
+    for e in range(num_edges):
+        start[source[e] + 1] += 1
+        if grad[e]:
+            start[size + destination[e] + 1] += 1
+    for u in range(size):
+        workers[u] = workers[size + u] = workers[2 * size + u] = worker[u]
+        duration[u] = costs.forward_ns[u]
+        if learns[u]:
+            duration[size + u] = costs.input_ns[u] if split[u] else costs.backward_ns[u]
+            start[u + 1] += 1
+        if split[u]:
+            duration[2 * size + u] = costs.weight_ns[u]
+            start[size + u + 1] += 1
+    for s in range(3 * size):
+        start[s + 1] += start[s]
+    filled = start[:-1].copy()
+    successor, lag = np.empty(start[-1], np.int64), np.zeros(start[-1], np.int64)
+    for e in range(num_edges):
+        at = filled[source[e]]
+        successor[at], lag[at] = destination[e], lag_ns[e]
+        filled[source[e]] += 1
+    for e in range(num_edges):
+        if grad[e]:
+            at = filled[size + destination[e]]
+            successor[at], lag[at] = size + source[e], lag_ns[e]
+            filled[size + destination[e]] += 1
+    for u in range(size):
+        if learns[u]:
+            successor[filled[u]] = size + u
+        if split[u]:
+            successor[filled[size + u]] = 2 * size + u
+    return workers, duration, start, successor, lag
 
 
 def orders_of(step: StepStages, draft: Draft) -> Orders:

@@ -39,20 +39,18 @@ class OrderError(ValueError):
 
 def time_stages(graph: StageGraph, orders: Orders) -> StageTimes:
     """Time the stages. Raises OrderError if the orders and dependencies have a cycle."""
-    start, end, popped, head = _run(
+    start, end, completed, head = _run(
         orders.start, orders.stage, graph.duration_ns, graph.start, graph.successor, graph.lag_ns
     )
-    if (head < orders.start[1:]).any():
+    if len(completed) < len(orders.stage):
         ends = zip(head.tolist(), orders.start[1:].tolist(), strict=True)
         raise OrderError([int(orders.stage[at]) if at < stop else None for at, stop in ends])
-    listed = orders.stage
-    completed = listed[np.lexsort((popped[listed], end[listed]))]
     return StageTimes(start, end, completed)
 
 
 @numba.njit(cache=True)
 def _run(order_start, order, duration, successor_start, successor, lag):  # type: ignore[no-untyped-def]
-    """(start, end, when it was timed; per stage), (place of the next stage; per worker)."""
+    """(start, end; per stage), stages by their ends as far as they run, (place of the next stage; per worker)."""
     num_workers, size = len(order_start) - 1, len(duration)
     waiting, ready = np.zeros(size, np.int64), np.zeros(size, np.int64)
     start, end, popped = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -79,4 +77,21 @@ def _run(order_start, order, duration, successor_start, successor, lag):  # type
             t = successor[i]
             waiting[t] -= 1
             ready[t] = max(ready[t], end[s] + lag[i])
-    return start, end, popped, head
+    return start, end, _merged(order_start, order, end, popped, head), head
+
+
+@numba.njit(cache=True)
+def _merged(order_start, order, end, popped, stop):  # type: ignore[no-untyped-def]
+    """The stages of all workers, up to place `stop` of each, by their ends; of equals first who was timed first."""
+    place = order_start[:-1].copy()
+    merged = np.empty(np.sum(stop - place), np.int64)
+    for i in range(len(merged)):
+        best = -1
+        for w in range(len(place)):
+            if place[w] < stop[w]:
+                s = order[place[w]]
+                if best < 0 or end[s] < end[best] or (end[s] == end[best] and popped[s] < popped[best]):
+                    best, worker = s, w
+        merged[i] = best
+        place[worker] += 1
+    return merged
