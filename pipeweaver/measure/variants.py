@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, TensorSpec, positions
-from pipeweaver.schedule.gradients import Gradients
+from pipeweaver.schedule.gradients import Gradients, gradients_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Variant:
 
 def variants(graph: ModelGraph) -> dict[str, Variant]:
     """Every layer of the model, by its name ("language.layers.3"), in order."""
-    gradients = Gradients(graph)
+    gradients = gradients_of(graph)
     return {
         variant.layer: variant
         for module in graph.modules

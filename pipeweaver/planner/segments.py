@@ -24,7 +24,7 @@ from pipeweaver.data.items import Item, Share, linked
 from pipeweaver.model.graph import ModelGraph, Module
 from pipeweaver.planner.step_problem import StepProblem
 from pipeweaver.schedule.connect import Ints
-from pipeweaver.schedule.gradients import Gradients
+from pipeweaver.schedule.gradients import gradients_of
 from pipeweaver.schedule.ir import Chunk
 from pipeweaver.schedule.stages import StepStages
 
@@ -105,7 +105,7 @@ def _latency_ns(graph: ModelGraph, module: Module, items: Sequence[Group], costs
     item = items[0][0]
     whole = Chunk(task=item.task, module=module.name, start=0, stop=len(module.layers), worker=0)
     cost = costs.stage(whole, [one for one, _ in items], [links for _, links in items])
-    gradients = Gradients(graph)
+    gradients = gradients_of(graph)
     learns = any(gradients.backward[module.name, position] for position in range(len(module.layers)))
     return cost.forward_ns + (cost.backward_ns if learns else 0)
 

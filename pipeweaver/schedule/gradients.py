@@ -6,6 +6,7 @@ frozen encoder with a projector that learns: only the projector's chunk has a ba
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, positions, topological
@@ -14,7 +15,7 @@ from pipeweaver.schedule.ir import Chunk, Placement
 
 def has_backward(graph: ModelGraph, placement: Placement) -> tuple[bool, ...]:
     """Per chunk, whether a loss needs its backward: a parameter of it or before it learns."""
-    gradients = Gradients(graph)
+    gradients = gradients_of(graph)
     return tuple(
         any(
             gradients.backward[chunk.module, position]
@@ -23,6 +24,19 @@ def has_backward(graph: ModelGraph, placement: Placement) -> tuple[bool, ...]:
         )
         for chunk in placement.chunks
     )
+
+
+def gradients_of(graph: ModelGraph) -> Gradients:
+    """The gradients of a graph; found once, and kept."""
+    if id(graph) not in _known:
+        _known[id(graph)] = Gradients(graph)  # it keeps the graph, so that no other one gets its id
+        if len(_known) > _MOST_KNOWN:
+            _known.popitem(last=False)
+    return _known[id(graph)]
+
+
+_MOST_KNOWN = 64
+_known: OrderedDict[int, Gradients] = OrderedDict()
 
 
 def covers(module: Module, chunk: Chunk, position: int) -> bool:

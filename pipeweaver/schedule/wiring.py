@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from pipeweaver.model.graph import LayerSpec, ModelGraph, TensorSpec, positions
-from pipeweaver.schedule.gradients import Gradients, covers
+from pipeweaver.schedule.gradients import Gradients, covers, gradients_of
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Placement
 
 
@@ -75,7 +75,7 @@ _known: OrderedDict[tuple[int, Placement, str], tuple[ModelGraph, Wiring]] = Ord
 
 
 def _wiring(graph: ModelGraph, placement: Placement, dtype: str) -> Wiring:
-    gradients = Gradients(graph)
+    gradients = gradients_of(graph)
     layers = {module.name: dict(positions(module)) for module in graph.modules}
     inside = [
         {p: layer for p, layer in layers[chunk.module].items() if covers(graph.by_name[chunk.module], chunk, p)}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from pipeweaver.model.graph import LayerSpec, ModelGraph, Module, positions
-from pipeweaver.schedule.gradients import Gradients
+from pipeweaver.schedule.gradients import Gradients, gradients_of
 from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.layer import Input, LayerGraph
 
@@ -23,7 +23,7 @@ def module_layers(
 
     Layers of equal kind and inputs share one graph, unless nothing is to be reused.
     """
-    gradients = Gradients(graph)
+    gradients = gradients_of(graph)
     shared: dict[object, LayerGraph] = {}
     modules: dict[str, dict[int, tuple[LayerGraph, bool]]] = {}
     for module in graph.modules:

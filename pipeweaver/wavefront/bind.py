@@ -16,7 +16,7 @@ from itertools import pairwise
 from pipeweaver.costs import Costs, StageCost
 from pipeweaver.data.items import Item, Share, linked
 from pipeweaver.model.graph import ModelGraph, Module, positions, topological
-from pipeweaver.schedule.connect import Gradients
+from pipeweaver.schedule.gradients import gradients_of
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk
 from pipeweaver.wavefront.bound import Mixture, least_makespan_ns
 from pipeweaver.wavefront.contract import Contraction, Layer, contract
@@ -147,7 +147,7 @@ class _Asked:
             raise ValueError("there is nothing to plan: the batch has no items")
         self.graph, self.share, self.costs = graph, share, costs
         self.members = items_of(graph, share)
-        self.gradients = Gradients(graph)
+        self.gradients = gradients_of(graph)
         self._sources = linked(share.items, share.links)
         self._weights = {
             key: item_weights(graph, share, costs, items, self._sources) for key, items in self.members.items()

@@ -1,6 +1,7 @@
 """Broken plans are rejected with the right reason; sound ones are accepted."""
 
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -325,6 +326,28 @@ def test_random_mutations_never_pass_unless_harmless():
                 emulate([mutated], queue)
             assert sorted(map(str, stages)) == sorted(map(str, plan.order[worker]))
     assert rejected > 200
+
+
+def test_rows_may_come_in_any_pieces_and_order_but_must_be_the_right_ones():
+    plan, one = plan_of()
+    draw = random.Random(1)
+    for _ in range(40):
+        edges = []
+        for edge in plan.edges:
+            pieces = []
+            for run in edge.rows:
+                cuts = sorted({0, run.length, *(draw.randrange(run.length + 1) for _ in range(2))})
+                pieces += [Rows(run.source + a, run.destination + a, b - a) for a, b in pairwise(cuts)]
+            draw.shuffle(pieces)
+            edges.append(replace(edge, rows=tuple(pieces)))
+        verify([replace(plan, edges=tuple(edges))], GRAPH, [one])
+        number = draw.choice([e for e, edge in enumerate(edges) if edge.rows])
+        rows = edges[number].rows
+        place, field = draw.randrange(len(rows)), draw.choice(("source", "destination", "length"))
+        wrong = rows[place]._replace(**{field: getattr(rows[place], field) + draw.choice((-1, 1))})
+        edges[number] = replace(edges[number], rows=put(rows, place, wrong))
+        with pytest.raises(PlanError, match=r"^edges: "):
+            verify([replace(plan, edges=tuple(edges))], GRAPH, [one])
 
 
 def test_split_backward_is_accepted_and_needs_both_halves():

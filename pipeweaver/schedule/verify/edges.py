@@ -1,243 +1,61 @@
-"""Rules "edges" and "transfers": every input row is the right row of the right item, and travels once."""
+"""Rules "edges" and "transfers": every input row is the right row of the right item, and travels once.
+
+What must enter each chunk follows from graph and placement; which rows, from the items of its parts (`rows.py`).
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeweaver.model.graph import ModelGraph, Module, TensorSpec, positions
-from pipeweaver.schedule.flat import FlatEdges, FlatPlan, Ints, starts
-from pipeweaver.schedule.gradients import Gradients
-from pipeweaver.schedule.ir import ITEM_SIZES, Part, Plan, Rows
+from pipeweaver.model.graph import ModelGraph, TensorSpec, positions
+from pipeweaver.schedule.flat import FlatPlan, Ints, starts
+from pipeweaver.schedule.gradients import gradients_of
+from pipeweaver.schedule.ir import ITEM_SIZES, Placement
+from pipeweaver.schedule.verify.rows import check_rows
 from pipeweaver.schedule.verify.stages import inside
 from pipeweaver.schedule.verify.words import PlanError
 
 
-class Run(NamedTuple):
-    """`length` rows of an item, from its row `row` on, that stand at `at` in a packed tensor."""
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A tensor that enters chunk `chunk` from others as `name`: `spec`, which layer `position` of `origin` sends.
 
-    at: int
-    item: int
-    row: int
-    length: int
+    `supplies` [chunks]: those that run that layer. `grad`: its gradient flows back.
+    """
+
+    chunk: int
+    name: str
+    origin: str
+    position: int
+    spec: TensorSpec
+    grad: bool
+    supplies: NDArray[np.bool_]
 
 
 def check_edges(plan: FlatPlan, graph: ModelGraph, dtype: str) -> None:
     """Trace every input's rows to the items that they must come from, and compare with what the edges bring."""
-    gradients = Gradients(graph)
     head, edges = plan.head, plan.edges
-    chunks = head.placement.chunks
     parts = starts([len(of) for of in head.parts])
     _check_ends(plan, parts)
-    covered = [frozenset(inside(graph.by_name[chunk.module], chunk)) for chunk in chunks]
-    linked: list[list[int]] = [[] for _ in head.items]
-    for source, destination in head.links:
-        linked[destination].append(source)
-    packed = _Packed(head)
+    inputs = _inputs_of(graph, head.placement)
     names = {name: number for number, name in enumerate(plan.names)}
-    # Edges into one input of one part follow each other in `order`.
-    key = (parts[edges.destination_chunk] + edges.destination_part) * (len(names) + 1) + edges.input
-    order = np.argsort(key, kind="stable")
-    sorted_key = key[order]
-    taken = np.zeros(len(order), np.bool_)
-    for number, target in enumerate(chunks):
-        module = graph.by_name[target.module]
-        for name, origin, position, spec in _inputs(graph, module, covered[number]):
-            input_key = np.arange(parts[number], parts[number + 1]) * (len(names) + 1) + names.get(name, len(names))
-            first, stop = np.searchsorted(sorted_key, input_key), np.searchsorted(sorted_key, input_key, side="right")
-            mine = np.concatenate([np.arange(a, b) for a, b in zip(first, stop, strict=True)] or [order[:0]])
-            taken[mine] = True
-            grad = spec.grad and gradients.flows(origin, position, module.name, name, covered[number])
-            wanted = (spec.name, spec.width, dtype if spec.dtype == "model" else spec.dtype, grad)
-            _check_kind(plan, order[mine], name, number, origin, position, wanted, covered)
-            whole = _brought_whole(packed, number, origin == module.name, order, first, stop, spec.rows, edges)
-            for part_number in np.nonzero(~whole)[0].tolist():
-                expected = head.parts[number][part_number].items
-                if origin != module.name:
-                    expected = tuple(i for item in expected for i in linked[item] if head.items[i].module == origin)
-                found = order[first[part_number] : stop[part_number]].tolist()
-                problem = _compare(packed, [_Brought.of(plan, e) for e in found], expected, spec.rows)
-                if problem:
-                    raise PlanError("edges", f"{name} into chunk {number} part {part_number}: {problem}")
-    for e in order[~taken][:1].tolist():
+    # A column for names that no edge has.
+    number_of = np.full((len(head.placement.chunks), len(names) + 1), -1, np.int64)
+    for number, one in enumerate(inputs):
+        number_of[one.chunk, names.get(one.name, len(names))] = number
+    of = number_of[edges.destination_chunk, edges.input]
+    for e in np.nonzero(of < 0)[0][:1].tolist():
         c, p = edges.destination_chunk[e], edges.destination_part[e]
         raise PlanError(
             "edges", f"edge {e} brings {plan.names[edges.input[e]]} to chunk {c} part {p}, which does not take it"
         )
-
-
-def _check_ends(plan: FlatPlan, parts: Ints) -> None:
-    edges, chunks = plan.edges, plan.head.placement.chunks
-    counts = np.diff(parts)
-    for c, p in ((edges.source_chunk, edges.source_part), (edges.destination_chunk, edges.destination_part)):
-        exists = (c >= 0) & (c < len(chunks)) & (p >= 0)
-        exists[exists] = p[exists] < counts[c[exists]]
-        for e in np.nonzero(~exists)[0][:1].tolist():
-            raise PlanError("edges", f"edge {e} joins part {p[e]} of chunk {c[e]}, which does not exist")
-    tasks = {task: number for number, task in enumerate(dict.fromkeys(chunk.task for chunk in chunks))}
-    task = np.array([tasks[chunk.task] for chunk in chunks], np.int64)
-    for e in np.nonzero(task[edges.source_chunk] != task[edges.destination_chunk])[0][:1].tolist():
-        raise PlanError("edges", f"edge {e} joins two tasks")
-
-
-def _check_kind(
-    plan: FlatPlan,
-    found: Ints,
-    name: str,
-    number: int,
-    origin: str,
-    position: int,
-    wanted: tuple[str, int, str, bool],
-    covered: Sequence[frozenset[int]],
-) -> None:
-    """All edges into one input come from the right layer, and are the right tensor."""
-    edges, chunks = plan.edges, plan.head.placement.chunks
-    runs = np.array([chunk.module == origin and position in covered[c] for c, chunk in enumerate(chunks)], np.bool_)
-    where = "edge {}, " + f"{name} from chunk {{}} to chunk {number} part {{}}"
-    for e in found[~runs[edges.source_chunk[found]]][:1].tolist():
-        text = where.format(e, edges.source_chunk[e], edges.destination_part[e])
-        raise PlanError("edges", f"{text}: the source does not run layer {position} of {origin}")
-    columns = (edges.output[found], edges.width[found], edges.dtype[found], edges.grad[found])
-    for output, width, kind, grad in set(zip(*(column.tolist() for column in columns), strict=True)):
-        got = (plan.names[output], width, plan.names[kind], bool(grad))
-        if got != wanted:
-            like = (columns[0] == output) & (columns[1] == width) & (columns[2] == kind) & (columns[3] == grad)
-            e = int(found[like][0])
-            text = where.format(e, edges.source_chunk[e], edges.destination_part[e])
-            raise PlanError("edges", f"{text}: is (tensor, width, dtype, gradient) {got}; should be {wanted}")
-
-
-def _brought_whole(
-    packed: _Packed, number: int, own: bool, order: Ints, first: Ints, stop: Ints, size: str, edges: FlatEdges
-) -> NDArray[np.bool_]:
-    """[parts] of a chunk: those whose input one edge brings, whole and in order, from a part with the same items.
-
-    Only an input from the module itself (`own`) can be seen to be so without looking at the items one by one.
-    """
-    plan = packed.plan
-    parts = plan.parts[number]
-    result = np.zeros(len(parts), np.bool_)
-    if not own:
-        return result
-    total = packed.totals(parts, size)
-    alone = np.nonzero(stop - first == 1)[0]
-    alone = alone[np.diff(edges.run_start)[order[first[alone]]] == 1]
-    e = order[first[alone]]
-    runs = edges.runs[edges.run_start[e]]
-    right = (runs[:, 0] == 0) & (runs[:, 1] == 0) & (runs[:, 2] == total[alone])
-    for part, chunk, source in zip(
-        alone[right].tolist(), edges.source_chunk[e][right].tolist(), edges.source_part[e][right].tolist(), strict=True
-    ):
-        others = plan.parts[chunk]
-        result[part] = (others is parts and source == part) or others[source].items == parts[part].items
-    # Nothing to bring, and nothing is brought.
-    result |= (stop == first) & (total == 0)
-    return result
-
-
-class _Packed:
-    """Packed tensors as items and offsets, computed once for equal items."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._offsets: dict[tuple[tuple[int, ...], str], list[int]] = {}
-        self._totals: dict[tuple[int, str], Ints] = {}
-
-    def totals(self, parts: tuple[Part, ...], size: str) -> Ints:
-        """[parts] rows of each part."""
-        key = (id(parts), size)
-        if key not in self._totals:
-            sizes = [sum(self.plan.items[i].sizes[size] for i in part.items) for part in parts]
-            self._totals[key] = np.array(sizes, np.int64)
-        return self._totals[key]
-
-    def offsets(self, items: tuple[int, ...], size: str) -> list[int]:
-        """First row of each item, and the number of all rows."""
-        key = (items, size)
-        if key not in self._offsets:
-            self._offsets[key] = list(accumulate((self.plan.items[i].sizes[size] for i in items), initial=0))
-        return self._offsets[key]
-
-    def runs(self, items: tuple[int, ...], size: str, start: int, length: int, at: int) -> Iterator[Run]:
-        """Rows [start, start + length) of a packed tensor, item by item, placed at `at`."""
-        offsets = self.offsets(items, size)
-        index = bisect_right(offsets, start) - 1
-        while length > 0:
-            row = start - offsets[index]
-            taken = min(length, offsets[index + 1] - start)
-            if taken > 0:
-                yield Run(at, items[index], row, taken)
-            at, start, length, index = at + taken, start + taken, length - taken, index + 1
-
-
-class _Brought(NamedTuple):
-    """An edge's source (chunk, part) and rows."""
-
-    source: tuple[int, int]
-    rows: tuple[Rows, ...]
-
-    @classmethod
-    def of(cls, plan: FlatPlan, number: int) -> _Brought:
-        edges = plan.edges
-        runs = edges.runs[edges.run_start[number] : edges.run_start[number + 1]].tolist()
-        source = (int(edges.source_chunk[number]), int(edges.source_part[number]))
-        return cls(source, tuple(Rows(*run) for run in runs))
-
-
-def _compare(packed: _Packed, edges: list[_Brought], expected: tuple[int, ...], size: str) -> str:
-    """What is wrong with the rows that edges bring to an input of the items `expected`; empty if nothing."""
-    plan = packed.plan
-    total = packed.offsets(expected, size)[-1]
-    if len(edges) == 1 and edges[0].rows == ((0, 0, total),):
-        chunk, part = edges[0].source
-        if plan.parts[chunk][part].items == expected:
-            return ""
-    arrived: list[Run] = []
-    for edge in edges:
-        chunk, part = edge.source
-        items = plan.parts[chunk][part].items
-        sent = packed.offsets(items, size)[-1]
-        for start, at, length in edge.rows:
-            if length < 1 or not (0 <= start <= sent - length and 0 <= at <= total - length):
-                return f"rows {start}+{length} of {sent} go to {at}+{length} of {total}"
-            arrived.extend(packed.runs(items, size, start, length, at))
-    row = 0
-    wanted = [run for run in packed.runs(expected, size, 0, total, 0)]
-    for run in _joined(sorted(arrived)):
-        if run.at < row:
-            return f"row {run.at} arrives twice"
-        if run.at > row:
-            return f"row {row} is missing"
-        if not wanted or (run.item, run.row, run.length) != (wanted[0].item, 0, wanted[0].length):
-            return f"row {run.at} is row {run.row} of {plan.items[run.item].name}, {run.length} rows in all; " + (
-                f"it should be row 0 of {plan.items[wanted[0].item].name}, {wanted[0].length} rows"
-                if wanted
-                else "too many"
-            )
-        row += run.length
-        wanted.pop(0)
-    return f"row {row} of {total} is missing" if row < total else ""
-
-
-def _joined(runs: list[Run]) -> Iterator[Run]:
-    """Runs that continue each other, of one item, as one."""
-    last: Run | None = None
-    for run in runs:
-        follows = last and (last.item, last.row + last.length, last.at + last.length) == (run.item, run.row, run.at)
-        # A new run starts at row 0, so that an item linked twice in a row stays two runs.
-        if last and follows and run.row > 0:
-            last = last._replace(length=last.length + run.length)
-            continue
-        if last:
-            yield last
-        last = run
-    if last:
-        yield last
+    if inputs:
+        _check_kinds(plan, inputs, of, dtype)
+        check_rows(plan, [(one.chunk, one.name, one.origin, one.spec.rows) for one in inputs], of)
 
 
 def check_transfers(plan: FlatPlan) -> None:
@@ -285,15 +103,88 @@ def _transfer(plan: FlatPlan, values: Ints) -> tuple[object, ...]:
     return sender, receiver, (rows, width), plan.names[dtype], num_bytes
 
 
-def _inputs(graph: ModelGraph, module: Module, covered: frozenset[int]) -> Iterator[tuple[str, str, int, TensorSpec]]:
-    """(input name, module, position, spec) of every tensor that enters a chunk from others."""
-    layers = dict(positions(module))
-    before = min(covered) - 1
-    if before in layers:
-        for spec in layers[before].carries:
-            yield spec.name, module.name, before, spec
-    for flow in graph.flows:
-        if flow.destination == module.name and any(flow.name in layers[p].reads for p in covered):
-            position, spec = graph.sent(flow)
-            if flow.source != module.name or position not in covered:
-                yield flow.name, flow.source, position, spec
+def _check_ends(plan: FlatPlan, parts: Ints) -> None:
+    edges, chunks = plan.edges, plan.head.placement.chunks
+    counts = np.diff(parts)
+    for c, p in ((edges.source_chunk, edges.source_part), (edges.destination_chunk, edges.destination_part)):
+        exists = (c >= 0) & (c < len(chunks)) & (p >= 0)
+        exists[exists] = p[exists] < counts[c[exists]]
+        for e in np.nonzero(~exists)[0][:1].tolist():
+            raise PlanError("edges", f"edge {e} joins part {p[e]} of chunk {c[e]}, which does not exist")
+    tasks = {task: number for number, task in enumerate(dict.fromkeys(chunk.task for chunk in chunks))}
+    task = np.array([tasks[chunk.task] for chunk in chunks], np.int64)
+    for e in np.nonzero(task[edges.source_chunk] != task[edges.destination_chunk])[0][:1].tolist():
+        raise PlanError("edges", f"edge {e} joins two tasks")
+
+
+def _check_kinds(plan: FlatPlan, inputs: tuple[Input, ...], of: Ints, dtype: str) -> None:
+    """All edges into an input come from the right layer, and are the right tensor. `of` [E]: the input of each edge."""
+    edges = plan.edges
+    supplied = np.stack([one.supplies for one in inputs])[of, edges.source_chunk]
+    for e in np.nonzero(~supplied)[0][:1].tolist():
+        one = inputs[of[e]]
+        text = f"the source does not run layer {one.position} of {one.origin}"
+        raise PlanError("edges", f"{_edge_text(plan, one, e)}: {text}")
+    names = {name: number for number, name in enumerate(plan.names)}
+    kinds = [(one.spec.name, one.spec.width, dtype if one.spec.dtype == "model" else one.spec.dtype) for one in inputs]
+    wanted = np.array([(names.get(output, -1), width, names.get(kind, -1)) for output, width, kind in kinds], np.int64)
+    grads = np.array([one.grad for one in inputs], np.bool_)
+    wrong = (edges.output != wanted[of, 0]) | (edges.width != wanted[of, 1]) | (edges.dtype != wanted[of, 2])
+    wrong |= (edges.grad != 0) != grads[of]
+    for e in np.nonzero(wrong)[0][:1].tolist():
+        one = inputs[of[e]]
+        got = (plan.names[edges.output[e]], int(edges.width[e]), plan.names[edges.dtype[e]], bool(edges.grad[e]))
+        text = f"is (tensor, width, dtype, gradient) {got}; should be {(*kinds[of[e]], one.grad)}"
+        raise PlanError("edges", f"{_edge_text(plan, one, e)}: {text}")
+
+
+def _edge_text(plan: FlatPlan, one: Input, e: int) -> str:
+    source, part = plan.edges.source_chunk[e], plan.edges.destination_part[e]
+    return f"edge {e}, {one.name} from chunk {source} to chunk {one.chunk} part {part}"
+
+
+def _inputs_of(graph: ModelGraph, placement: Placement) -> tuple[Input, ...]:
+    """Every tensor that enters a chunk from others; found once for a graph and a placement, and kept."""
+    key = (id(graph), placement)
+    if key not in _known:
+        _known[key] = (graph, _inputs(graph, placement))  # the graph is kept, so that no other one gets its id
+        if len(_known) > _MOST_KNOWN:
+            _known.popitem(last=False)
+    return _known[key][1]
+
+
+_MOST_KNOWN = 64
+_known: OrderedDict[tuple[int, Placement], tuple[ModelGraph, tuple[Input, ...]]] = OrderedDict()
+
+
+def _inputs(graph: ModelGraph, placement: Placement) -> tuple[Input, ...]:
+    gradients, chunks = gradients_of(graph), placement.chunks
+    covered = [frozenset(inside(graph.by_name[chunk.module], chunk)) for chunk in chunks]
+    layers = {module.name: dict(positions(module)) for module in graph.modules}
+    sent = [(flow, *graph.sent(flow)) for flow in graph.flows]
+    found = []
+    for number, chunk in enumerate(chunks):
+        entering: list[tuple[str, str, int, TensorSpec]] = []
+        before = min(covered[number]) - 1
+        if before in layers[chunk.module]:
+            entering += [(spec.name, chunk.module, before, spec) for spec in layers[chunk.module][before].carries]
+        for flow, position, spec in sent:
+            if flow.destination != chunk.module or (flow.source == chunk.module and position in covered[number]):
+                continue
+            if any(flow.name in layers[chunk.module][p].reads for p in covered[number]):
+                entering.append((flow.name, flow.source, position, spec))
+        for name, origin, position, spec in entering:
+            runs = [other.module == origin and position in covered[c] for c, other in enumerate(chunks)]
+            grad = spec.grad and gradients.flows(origin, position, chunk.module, name, covered[number])
+            found.append(
+                Input(
+                    chunk=number,
+                    name=name,
+                    origin=origin,
+                    position=position,
+                    spec=spec,
+                    grad=grad,
+                    supplies=np.array(runs, np.bool_),
+                )
+            )
+    return tuple(found)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeweaver.model.graph import ModelGraph, Module, positions
 from pipeweaver.schedule.flat import COMPUTE, PHASES, FlatPlan, Ints, starts
-from pipeweaver.schedule.gradients import Gradients
+from pipeweaver.schedule.gradients import gradients_of
 from pipeweaver.schedule.ir import Chunk, Plan, Stage
 from pipeweaver.schedule.verify.words import PlanError
 
@@ -18,7 +18,7 @@ _COUNTS = {False: [[1, 0, 0, 0]], True: [[1, 1, 0, 0], [1, 0, 1, 1]]}
 
 
 def check_stages(plan: FlatPlan, graph: ModelGraph) -> None:
-    gradients = Gradients(graph)
+    gradients = gradients_of(graph)
     head = plan.head
     chunks = head.placement.chunks
     if len(head.parts) != len(chunks) or plan.num_workers != head.placement.workers:
