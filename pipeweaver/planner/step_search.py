@@ -20,6 +20,7 @@ import numpy as np
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.choices import (
     LEVELS,
@@ -64,6 +65,8 @@ ATTEMPTS = 3
 """How often limits are lowered, by twice what a compiled plan exceeds its budget by, before the try is given up."""
 CHEAP = 0.01
 """What the halves of backwards may take longer than whole ones, for splitting to be tried first."""
+FIRST_MARGIN = 0.005
+"""Share of that memory that is left until there is a plan, so that the first attempt is rarely over the budget."""
 MARGIN = 0.015
 """Share of the memory for stages that is left to copies on their way to the host and back, where units are lean."""
 
@@ -102,6 +105,7 @@ class StepPlanner:
         self._static = np.array(static_bytes(graph, placement, costs), np.int64)
         self._lowered = np.zeros(placement.workers, np.int64)
         self._work = useful_ns(graph, share, costs)
+        self._table = ItemTable(share.items, share.links)
         module = costliest(graph, share, self._work)
         self._module = None if module in options.items_per_part else module
         self._ladders = self._allowed()
@@ -252,7 +256,8 @@ class StepPlanner:
             limits = None
             if self.budget_bytes is not None:
                 limits = self.budget_bytes - self._static - self._lowered
-                limits -= (limits * (MARGIN if any(strategies) else 0.0)).astype(np.int64)
+                left = MARGIN if any(strategies) else FIRST_MARGIN if self.best is None else 0.0
+                limits -= (limits * left).astype(np.int64)
             try:
                 one = make_try(step, choice, strategies=strategies, costs=costs, limits=limits, seed=self.seed)
             except LimitError:
@@ -307,6 +312,7 @@ class StepPlanner:
                 dtype=self.dtype,
                 forward_only=self.forward_only,
                 work=self._work,
+                table=self._table,
             )
         return self._steps[choice.cut]
 

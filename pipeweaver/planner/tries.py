@@ -86,9 +86,9 @@ def make_try(
 def relaxed(one: Try, *, seed: int) -> Try | None:
     """The try with units that keep all that they save where its best order leaves room; None if there is none."""
     step, problem, schedule = one.step, one.made.problem, one.search.best
-    lean = np.array([u for u, chosen in enumerate(one.strategies) if chosen], np.int64)
-    if not len(lean) or not one.search.limited:
+    if not one.search.limited or not any(one.strategies):
         return None
+    lean = np.array([u for u, chosen in enumerate(one.strategies) if chosen], np.int64)
     index = np.full(3 * len(step), -1, np.int64)
     index[one.made.number] = np.arange(len(one.made.number))
     forward, backward = index[lean], index[len(step) + lean]

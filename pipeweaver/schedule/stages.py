@@ -88,7 +88,7 @@ class StepStages:
     [U]: `worker`, `microbatch`, `learns` (has a backward), `output_bytes` (of the distinct tensors that leave the
     unit, whole), `costs`. [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `grad`, and `is_whole`:
     an edge alone brings an input, its rows in order; else the input is assembled in memory of its own.
-    `work` is what `useful_ns` says of the share, where that is known already.
+    `work` is what `useful_ns` says of the share, `table` that of its items, where they are known already.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class StepStages:
         dtype: str,
         forward_only: bool = False,
         work: Mapping[str, int] | None = None,
+        table: ItemTable | None = None,
     ) -> None:
         self.work = useful_ns(graph, share, costs) if work is None else work
         self.graph, self.placement, self.share, self.parts = graph, placement, share, parts
@@ -113,7 +114,7 @@ class StepStages:
         self.microbatch: Ints = np.array([part.microbatch for of in parts for part in of], np.int64)
         learns = np.array(self.wiring.backward, np.bool_)[self.units.chunk]
         self.learns = np.zeros_like(learns) if forward_only else learns
-        self.table = ItemTable(share.items, share.links)
+        self.table = ItemTable(share.items, share.links) if table is None else table
         self._strategies: dict[int, Sequence[LayerStrategies]] = {}
         chunks = placement.chunks
         asked = [(chunks[chunk], part.items) for chunk, of in enumerate(parts) for part in of]

@@ -37,8 +37,8 @@ EFFICIENT_ROWS = 32_768
 MOST_ITEMS = 100_000
 """Items whose sizes are kept for looking up."""
 
-MOST_PARTS = 4096
-"""Parts whose sums are kept."""
+MOST_PARTS, MOST_KEYED = 4096, 256
+"""Parts whose sums are kept, and items of those: to look for more takes as long as to sum them up again."""
 
 MOST_LAYERS, MOST_STAGES = 20_000, 100_000
 """Costs of layers and of stages on parts that are kept."""
@@ -132,6 +132,7 @@ class SemuCosts:
         self._factors: Factors = {}
         self._numbers: dict[object, int] = {}
         self._sums: dict[tuple[object, int], Sums] = {}
+        self._named: dict[str, Parameters] = {}
 
     def stage(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> StageCost:
         part = self._measured(items, links)
@@ -163,7 +164,11 @@ class SemuCosts:
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
         copies = max(1, -(-EFFICIENT_ROWS // max(1, rows)))
-        part = self._measured(items, links, copies)
+        if len(items) > MOST_KEYED:
+            table = ItemTable.of_part(items, links)
+            (part,) = measure(table, [range(len(items))], copies, by_length=self._by_length)
+        else:
+            part = self._measured(items, links, copies)
         total = 0.0
         for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
             total += run.repeats * _duration_ns(self._layer(run.layer, part, items, links, copies), run.backward)
@@ -418,10 +423,13 @@ class SemuCosts:
 
     def _parameters(self, name: str) -> Parameters:
         """Of a layer ("language.layers.3") or of one parameter of it ("language.before.embedding.weight")."""
+        if name in self._named:
+            return self._named[name]
         module, place, *rest = name.split(".")
         ends = {"before": -1, "after": len(self.graph.by_name[module].layers)}
         position = ends[place] if place in ends else int(rest.pop(0))
-        return self._modules[module][position][0].parameters(".".join(rest))
+        self._named[name] = self._modules[module][position][0].parameters(".".join(rest))
+        return self._named[name]
 
 
 def slower(cost: StageCost, factor: float) -> StageCost:

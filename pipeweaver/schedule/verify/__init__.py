@@ -105,7 +105,7 @@ def _check_prediction(plan: Plan) -> None:
 def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:
     if len(plans) != len(shares):
         raise PlanError("items", f"{len(plans)} plans for {len(shares)} shares")
-    seen: Counter[str] = Counter()
+    seen: Counter[tuple[str, int, str, int]] = Counter()
     for number, (plan, share) in enumerate(zip(plans, shares, strict=True)):
         if (plan.replica, plan.num_replicas, plan.step) != (number, len(plans), share.step):
             raise PlanError(
@@ -124,10 +124,10 @@ def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:
             raise PlanError("items", f"replica {number} and replica 0 disagree on forward_only")
         if plan.placement != plans[0].placement or plan.groups != plans[0].groups:
             raise PlanError("groups", f"replica {number} and replica 0 have different placements or groups")
-        seen.update(item.name for item in plan.items)
-    for name, times in seen.items():
-        if times > 1:
-            raise PlanError("items", f"item {name} is in {times} shares")
+        seen.update([(item.task, item.draw, item.module, item.position) for item in plan.items])
+    if seen and max(seen.values()) > 1:
+        (task, draw, module, position), times = seen.most_common(1)[0]
+        raise PlanError("items", f"item {task}/{draw}/{module}/{position} is in {times} shares")
 
 
 def _check_memory(plan: FlatPlan, budget_bytes: int | None) -> None:

@@ -32,9 +32,9 @@ from pipeweaver.schedule.flat import (
     Ints,
     starts,
 )
-from pipeweaver.schedule.ir import Buffer, Stage
+from pipeweaver.schedule.ir import Buffer, Placement, Stage
 from pipeweaver.schedule.memory import buffer_numbers
-from pipeweaver.schedule.verify.stages import inside
+from pipeweaver.schedule.verify.stages import covered_of
 from pipeweaver.schedule.verify.words import PlanError, buffer_name, describe
 
 (
@@ -85,7 +85,7 @@ def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
     transfer_of = np.full((len(source), 2), -1, np.int64)
     transfer_of[transfers.edge, transfers.phase] = np.arange(len(transfers.edge))
     allocated, freed, num_buffers = buffer_numbers(plan)
-    needed = [_loads(graph, plan, number) for number in range(len(head.placement.chunks))]
+    needed = _loads(graph, head.placement)
     loads = np.array([[set(names) == wanted for wanted in needed] for names in plan.loads], np.bool_)
     offloads = np.array(["offload" in chosen for chosen in plan.strategies], np.bool_)
     code, worker, action, detail = _run(
@@ -122,10 +122,11 @@ def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
         raise PlanError("actions", _words(plan, code, worker, action, detail, needed))
 
 
-def _loads(graph: ModelGraph, plan: FlatPlan, number: int) -> set[str]:
-    chunk = plan.head.placement.chunks[number]
-    layers = dict(positions(graph.by_name[chunk.module]))
-    return {name for p in inside(graph.by_name[chunk.module], chunk) for name in layers[p].loads}
+def _loads(graph: ModelGraph, placement: Placement) -> list[set[str]]:
+    """Names of the data that each chunk loads."""
+    layers = {module.name: dict(positions(module)) for module in graph.modules}
+    covered = zip(placement.chunks, covered_of(graph, placement), strict=True)
+    return [{name for p in of for name in layers[chunk.module][p].loads} for chunk, of in covered]
 
 
 def _by_unit(unit: Ints, size: int) -> tuple[Ints, Ints]:

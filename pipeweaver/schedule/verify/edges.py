@@ -16,7 +16,7 @@ from pipeweaver.schedule.flat import FlatPlan, Ints, starts
 from pipeweaver.schedule.gradients import gradients_of
 from pipeweaver.schedule.ir import ITEM_SIZES, Placement
 from pipeweaver.schedule.verify.rows import check_rows
-from pipeweaver.schedule.verify.stages import inside
+from pipeweaver.schedule.verify.stages import covered_of
 from pipeweaver.schedule.verify.words import PlanError
 
 
@@ -159,7 +159,7 @@ _known: OrderedDict[tuple[int, Placement], tuple[ModelGraph, tuple[Input, ...]]]
 
 def _inputs(graph: ModelGraph, placement: Placement) -> tuple[Input, ...]:
     gradients, chunks = gradients_of(graph), placement.chunks
-    covered = [frozenset(inside(graph.by_name[chunk.module], chunk)) for chunk in chunks]
+    covered = [frozenset(of) for of in covered_of(graph, placement)]
     layers = {module.name: dict(positions(module)) for module in graph.modules}
     sent = [(flow, *graph.sent(flow)) for flow in graph.flows]
     found = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from pipeweaver.model.graph import ModelGraph, Module, positions
 from pipeweaver.schedule.flat import COMPUTE, PHASES, FlatPlan, Ints, starts
 from pipeweaver.schedule.gradients import gradients_of
-from pipeweaver.schedule.ir import Chunk, Plan, Stage
+from pipeweaver.schedule.ir import Chunk, Placement, Plan, Stage
 from pipeweaver.schedule.verify.words import PlanError
 
 _COUNTS = {False: [[1, 0, 0, 0]], True: [[1, 1, 0, 0], [1, 0, 1, 1]]}
@@ -25,14 +26,13 @@ def check_stages(plan: FlatPlan, graph: ModelGraph) -> None:
         raise PlanError(
             "stages", f"{len(head.parts)} part lists for {len(chunks)} chunks, {plan.num_workers} action lists"
         )
-    covered = []
     for number, chunk in enumerate(chunks):
         module = graph.by_name.get(chunk.module)
         if module is None or not 0 <= chunk.start < chunk.stop <= len(module.layers):
             raise PlanError("stages", f"chunk {number} {chunk} is not a range of layers of the model")
         if not 0 <= chunk.worker < head.placement.workers:
             raise PlanError("stages", f"chunk {number} {chunk} is on a worker that does not exist")
-        covered.append(tuple(inside(module, chunk)))
+    covered = covered_of(graph, head.placement)
     _check_items(head, graph, covered)
     units = _check_order(plan)
     for number, chunk in enumerate(chunks):
@@ -50,14 +50,29 @@ def check_stages(plan: FlatPlan, graph: ModelGraph) -> None:
     _check_strategies(plan, [len(of) for of in covered])
 
 
-def inside(module: Module, chunk: Chunk) -> Iterable[int]:
-    """Positions of the layers that a chunk runs, `before` (-1) and `after` (n) included."""
+def covered_of(graph: ModelGraph, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """For each chunk, positions of the layers that it runs, `before` (-1) and `after` (n) included; found once for a
+    graph and a placement, and kept."""
+    key = (id(graph), placement)
+    if key not in _known:
+        found = tuple(tuple(_inside(graph.by_name[chunk.module], chunk)) for chunk in placement.chunks)
+        _known[key] = (graph, found)  # the graph is kept, so that no other one gets its id
+        if len(_known) > _MOST_KNOWN:
+            _known.popitem(last=False)
+    return _known[key][1]
+
+
+_MOST_KNOWN = 64
+_known: OrderedDict[tuple[int, Placement], tuple[ModelGraph, tuple[tuple[int, ...], ...]]] = OrderedDict()
+
+
+def _inside(module: Module, chunk: Chunk) -> Iterable[int]:
     for position, _ in positions(module):
         if chunk.start <= min(max(position, 0), len(module.layers) - 1) < chunk.stop:
             yield position
 
 
-def _check_items(plan: Plan, graph: ModelGraph, covered: list[tuple[int, ...]]) -> None:
+def _check_items(plan: Plan, graph: ModelGraph, covered: Sequence[tuple[int, ...]]) -> None:
     """Every item goes once through every layer of its module, in chunks of its task, and through no other."""
     number_of = {key: i for i, key in enumerate(dict.fromkeys((item.module, item.task) for item in plan.items))}
     belongs = np.array([number_of[item.module, item.task] for item in plan.items], np.int64)
