@@ -24,12 +24,12 @@ from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
 from pipeweaver.semu.correct import Factors, key_of
-from pipeweaver.semu.latency import LayerCost, LayerCosts, Layout, Rule, gathered, layer_costs
+from pipeweaver.semu.latency import NUM_GUESSED, LayerCost, LayerCosts, Layout, Rule, gathered, layer_costs
 from pipeweaver.semu.layer import LayerGraph, Parameters, Records, counts_by_length, sizes_key
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.model_layers import inside, module_layers
 from pipeweaver.semu.stage import Run, stage_costs
-from pipeweaver.semu.symbolic import Sums, measure
+from pipeweaver.semu.symbolic import Family, Sums, measure
 
 EFFICIENT_ROWS = 32_768
 """Rows at which a module counts as running at its most efficient size: factors are within a percent of their limit."""
@@ -42,8 +42,6 @@ MOST_PARTS, MOST_KEYED = 4096, 256
 
 MOST_LAYERS, MOST_STAGES = 20_000, 100_000
 """Costs of layers and of stages on parts that are kept."""
-
-_NOTHING = StageCost(forward_ns=0, backward_ns=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +121,7 @@ class SemuCosts:
         self._modules = module_layers(graph, getattr(torch, dtype), self.widths, machine.kernels, reuse)
         self._by_length = counts_by_length(machine.kernels)
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
+        self._distinct_runs: dict[tuple[Run, ...], tuple[Run, ...]] = {}
         self._stages: dict[object, StageCost] = {}
         self._known: dict[tuple[LayerGraph, Sums, int], tuple[LayerCosts, int]] = {}
         self._covered = np.zeros(3)
@@ -147,19 +146,26 @@ class SemuCosts:
             return [self.stage(chunk, *records(items)) for chunk, items in asked]
         parts = list({id(items): items for _, items in asked}.values())
         sums = dict(zip(map(id, parts), measure(table, parts, by_length=self._by_length), strict=True))
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for number, (chunk, items) in enumerate(asked):
-            key = (chunk.module, chunk.start, chunk.stop, sums[id(items)].family)
-            alike.setdefault(key, []).append(number)
-        found: list[StageCost] = [_NOTHING] * len(asked)
-        for numbers in alike.values():
-            chunk = asked[numbers[0]][0]
-            chosen = [asked[number][1] for number in numbers]
+        # Equal chunks with the same items are asked for once, parts of one family together.
+        distinct: dict[tuple[int, int], tuple[tuple[Run, ...], Sequence[int]]] = {}
+        keys = []
+        for chunk, items in asked:
             runs = self._runs(chunk.module, chunk.start, chunk.stop)
-            costs = self._answers(runs, [sums[id(one)] for one in chosen], lambda i, of=chosen: records(of[i]))  # type: ignore[misc]
-            for number, cost in zip(numbers, costs, strict=True):
-                found[number] = self._corrected(asked[number][0], cost)
-        return found
+            keys.append((id(runs), id(items)))
+            distinct[keys[-1]] = (runs, items)
+        together: dict[tuple[int, Family], list[tuple[int, int]]] = {}
+        for key in distinct:
+            together.setdefault((key[0], sums[key[1]].family), []).append(key)
+        found: dict[tuple[int, int], StageCost] = {}
+        for of in together.values():
+            chosen = [distinct[key][1] for key in of]
+            answers = self._answers(
+                distinct[of[0]][0],
+                [sums[id(items)] for items in chosen],
+                lambda i, chosen=chosen: records(chosen[i]),  # type: ignore[misc]
+            )
+            found |= zip(of, answers, strict=True)
+        return [self._corrected(chunk, found[key]) for (chunk, _), key in zip(asked, keys, strict=True)]
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
@@ -318,14 +324,15 @@ class SemuCosts:
         return self._variants[key]
 
     def _runs(self, module: str, start: int, stop: int) -> tuple[Run, ...]:
-        """Layers of a chunk, equal neighbours together."""
+        """Layers of a chunk, equal neighbours together; the same object for equal ones."""
         key = (module, start, stop)
         if key not in self._chunks:
             layers = [self._modules[module][position] for position in inside(self.graph.by_name[module], start, stop)]
-            self._chunks[key] = tuple(
+            runs = tuple(
                 Run(layer=layer, backward=backward, repeats=len(list(same)))
                 for (layer, backward), same in groupby(layers, key=lambda one: one)
             )
+            self._chunks[key] = self._distinct_runs.setdefault(runs, runs)
         return self._chunks[key]
 
     def _corrected(self, chunk: Chunk, cost: StageCost) -> StageCost:
@@ -375,7 +382,7 @@ class SemuCosts:
             chosen = [parts[i] for i in missing]
             for block in layer.counts_of(chosen, lambda i: records(missing[i]), copies):
                 costs = layer_costs(block.structure, block.values, self.machine, self.layout, self.rules)
-                self._covered += (costs.phase_ns.sum(), costs.guessed_ns.sum(), costs.num_guessed.sum())
+                self._covered += (costs.phase_ns.sum(), costs.guessed_ns.sum(), costs.numbers[:, NUM_GUESSED].sum())
                 for row, i in enumerate(block.parts):
                     found[missing[i]] = (costs, row)
             if len(self._known) >= MOST_LAYERS:

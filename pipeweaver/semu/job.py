@@ -24,7 +24,7 @@ from pipeweaver.model.graph import LayerSpec
 from pipeweaver.schedule.stages import graph_of
 from pipeweaver.schedule.timing import time_stages
 from pipeweaver.semu.counts import Counts
-from pipeweaver.semu.latency import LayerCost, Layout, layer_cost, spread_bytes
+from pipeweaver.semu.latency import LayerCost, Layout, layer_cost
 from pipeweaver.semu.layer import Input, LayerGraph
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.published import Layers
@@ -268,7 +268,7 @@ def _stage(
 
 def _held_bytes(job: Job, cost: LayerCost, layout: Layout, *, first: bool) -> int:
     """Bytes that a layer holds for its backward on one device, the activation that enters it included."""
-    entering = spread_bytes(cost.counts.tensor_bytes("x"), 0, 0, layout)
+    entering = cost.counts.tensor_bytes("x") / layout.row_cut
     if first or "x" not in cost.counts.structure.saved_inputs:
         entering = 0
     if job.framework.recompute:

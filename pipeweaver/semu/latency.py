@@ -14,7 +14,7 @@ either way gradients take the mirrored path (`sharding.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ from pipeweaver.semu.counts import (
     unpack,
 )
 from pipeweaver.semu.factors import attention_share, curve_share, flat_factors, matmul_share, memory_curve
-from pipeweaver.semu.machine import Bytes, Group, Machine, Ring, ring, ring_ns
+from pipeweaver.semu.machine import Group, Machine, Ring, ring, ring_ns
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -106,10 +106,22 @@ class LayerCost:
     backward_live: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerCosts:
+NUM_GUESSED, LAUNCHES, SAVED_BYTES, WEIGHT_BYTES, SHARED_BYTES, FORWARD_LIVE, BACKWARD_LIVE = range(7)
+"""Columns of `LayerCosts.numbers`."""
+_NUMBERS = (
+    "num_guessed",
+    "launches",
+    "saved_bytes",
+    "weight_bytes",
+    "shared_bytes",
+    "forward_live",
+    "backward_live",
+)
+
+
+class LayerCosts(NamedTuple):
     """The same of P parts with one structure: `values` [P, numbers] as packed, all others as in `LayerCost` with P rows;
-    phases are columns F, I, W."""
+    phases are columns F, I, W, and so are `NUM_GUESSED`, `LAUNCHES`… of `numbers`."""
 
     structure: Structure
     values: Floats
@@ -118,17 +130,10 @@ class LayerCosts:
     phase_ns: Floats
     phase_flops: Floats
     guessed_ns: Floats
-    num_guessed: Ints
-    launches: Ints
-    saved_bytes: Ints
-    weight_bytes: Ints
-    shared_bytes: Ints
-    forward_live: Ints
-    backward_live: Ints
+    numbers: Ints
 
     def one(self, part: int) -> LayerCost:
         """The cost of one of the parts."""
-        rows = {name: getattr(self, name)[part] for name in _ROWS}
         return LayerCost(
             counts=unpack(self.structure, self.values[part]),
             phase_ns=dict(zip("FIW", self.phase_ns[part].tolist(), strict=True)),
@@ -136,15 +141,8 @@ class LayerCosts:
             operator_ns=self.operator_ns[part],
             exchange_ns=self.exchange_ns[part],
             guessed_ns=float(self.guessed_ns[part].sum()),
-            **{name: int(row) for name, row in rows.items()},
+            **dict(zip(_NUMBERS, self.numbers[part].tolist(), strict=True)),
         )
-
-    def tensor_bytes(self, name: str) -> Ints:
-        """[P] bytes of a tensor of the boundary; zeros if there is none of that name."""
-        place = self.structure.boundary.get(name)
-        if place is None:
-            return np.zeros(len(self.values), np.int64)
-        return self.values[:, place - len(self.structure.tensors)].astype(np.int64)
 
 
 def gathered(rows: Sequence[tuple[LayerCosts, int]]) -> LayerCosts:
@@ -152,9 +150,8 @@ def gathered(rows: Sequence[tuple[LayerCosts, int]]) -> LayerCosts:
     first = rows[0][0]
     if len(first.values) == len(rows) and all(of is first and i == row for i, (of, row) in enumerate(rows)):
         return first
-    columns = [field.name for field in fields(LayerCosts) if field.name != "structure"]
-    stacked = {name: np.stack([getattr(of, name)[row] for of, row in rows]) for name in columns}
-    return LayerCosts(structure=first.structure, **stacked)
+    columns = [np.stack([getattr(of, name)[row] for of, row in rows]) for name in LayerCosts._fields[1:]]
+    return LayerCosts(first.structure, *columns)
 
 
 def layer_cost(counts: Counts, machine: Machine, layout: Layout) -> LayerCost:
@@ -172,43 +169,29 @@ def layer_costs(
 ) -> LayerCosts:
     """The same on many parts, `values` [P, numbers] as packed: each costs what it would alone, bit for bit."""
     plan = _plan(structure, machine, layout)
-    operators, degree = len(structure.operators), layout.tensor_parallel
-    table = np.ascontiguousarray(values[:, : operators * COLUMNS]).reshape(len(values), operators, COLUMNS)
-    rest = values[:, operators * COLUMNS :]
-    operator_ns, live = _operators(table, flat_factors(machine), plan.numbers, degree, layout.row_cut)
-    guessed = np.repeat(plan.guessed[None], len(values), axis=0)
+    degree, row_cut = layout.tensor_parallel, layout.row_cut
+    operator_ns, live = _operators(values, flat_factors(machine), plan.numbers, degree, row_cut)
+    guessed = np.broadcast_to(plan.guessed, operator_ns.shape)
     if rules:
+        guessed = guessed.copy()
         for part, numbers in enumerate(values):
             counts = unpack(structure, numbers)
             operator_ns[part], guessed[part] = _ruled(counts, layout, plan, operator_ns[part], rules)
-    exchange_ns = _exchanges(rest[:, : len(plan.exchanges)], plan.exchanges)
-    phase_ns, phase_flops, guessed_ns, launched, lives = _sums(
-        table,
-        plan.numbers.phase,
-        operator_ns,
-        live,
-        guessed,
-        plan.exchange_phase,
-        exchange_ns,
-        bool(machine.calibrated),
-    )
-    rows, split, whole = np.moveaxis(rest[:, len(plan.exchanges) :][:, :9].reshape(-1, 3, 3), 2, 0)
-    memory = spread_bytes(rows, split, whole, layout).astype(np.int64)
     return LayerCosts(
-        structure=structure,
-        values=values,
-        operator_ns=operator_ns,
-        exchange_ns=exchange_ns,
-        phase_ns=phase_ns,
-        phase_flops=phase_flops,
-        guessed_ns=guessed_ns,
-        num_guessed=launched[:, 1],
-        launches=launched[:, 0],
-        saved_bytes=memory[:, SAVED],
-        weight_bytes=memory[:, WEIGHT],
-        shared_bytes=memory[:, SHARED],
-        forward_live=lives[:, 0],
-        backward_live=lives[:, 1],
+        structure,
+        values,
+        operator_ns,
+        *_sums(
+            values,
+            plan.numbers.phase,
+            operator_ns,
+            live,
+            guessed,
+            plan.exchanges,
+            bool(machine.calibrated),
+            degree,
+            row_cut,
+        ),
     )
 
 
@@ -226,11 +209,6 @@ def _exchange(machine: Machine, layout: Layout, exchange: Exchanged) -> tuple[in
         return 1, ring(machine, "all_gather" if gathers else "reduce_scatter", group)
     needed = (kind, phase) in (("leave", "F"), ("enter", "I"))
     return int(needed), ring(machine, "all_reduce", group)
-
-
-def spread_bytes(rows: Bytes, split: Bytes, whole: Bytes, layout: Layout) -> Bytes:
-    """Bytes on one device of tensors cut by rows, by columns, and not at all."""
-    return whole + split / layout.tensor_parallel + rows / layout.row_cut
 
 
 class _Numbers(NamedTuple):
@@ -256,10 +234,17 @@ class _Numbers(NamedTuple):
     bandwidth_per_ns: float
 
 
+class _Exchanges(NamedTuple):
+    """What a tensor-parallel group exchanges, as arrays: `calls` in a row of a ring with these numbers, and the phase."""
+
+    calls: Ints
+    ring: Ring
+    phase: Ints
+
+
 class _Plan(NamedTuple):
     numbers: _Numbers
-    exchanges: tuple[tuple[int, Ring], ...]
-    exchange_phase: Ints
+    exchanges: _Exchanges
     guessed: NDArray[np.bool_]
 
 
@@ -292,21 +277,26 @@ def _plan(structure: Structure, machine: Machine, layout: Layout) -> _Plan:
         flops_per_ns=machine.peak(layout.dtype) / 1e9,
         bandwidth_per_ns=machine.memory_bandwidth / 1e9,
     )
+    found = [_exchange(machine, layout, exchange) for exchange in structure.exchanges]
+    rings = np.array([of for _, of in found], np.float64).reshape(-1, len(Ring._fields))
     return _Plan(
         numbers=numbers,
-        exchanges=tuple(_exchange(machine, layout, exchange) for exchange in structure.exchanges),
-        exchange_phase=np.array(["FIW".index(exchange.phase) for exchange in structure.exchanges], np.int64),
+        exchanges=_Exchanges(
+            calls=np.array([calls for calls, _ in found], np.int64),
+            ring=Ring(*rings.T.copy()),  # type: ignore[arg-type]
+            phase=np.array(["FIW".index(exchange.phase) for exchange in structure.exchanges], np.int64),
+        ),
         guessed=unknown if machine.calibrated else np.ones(len(operators), np.bool_),
     )
 
 
 @numba.njit(cache=True)
-def _operators(table, factors, plan, degree, row_cut):  # type: ignore[no-untyped-def]
+def _operators(values, factors, plan, degree, row_cut):  # type: ignore[no-untyped-def]
     """(time of all launches in ns, bytes held meanwhile) [parts, operators] on one device."""
-    num_parts, size = table.shape[:2]
+    num_parts, size = len(values), len(plan.kind)
     found, live = np.zeros((num_parts, size)), np.zeros((num_parts, size))
     for p, i in np.ndindex(num_parts, size):
-        row = table[p, i]
+        row = values[p, i * COLUMNS : (i + 1) * COLUMNS]
         live[p, i] = row[LIVE_WHOLE] + row[LIVE_SPLIT] / degree + row[LIVE_ROWS] / row_cut
         if row_cut > 1:
             live[p, i] += row[GATHERED]
@@ -333,41 +323,41 @@ def _operators(table, factors, plan, degree, row_cut):  # type: ignore[no-untype
 
 
 @numba.njit(cache=True)
-def _sums(table, phase, operator_ns, live, guessed, exchange_phase, exchange_ns, calibrated):  # type: ignore[no-untyped-def]
-    """Of every part: (time, FLOPs, time that is guessed) [P, 3] by phase, launches (of the forward, guessed) and peaks
-    of what is held (in the forward, in the backward) [P, 2]."""
+def _sums(values, phase, operator_ns, live, guessed, exchanges, calibrated, degree, row_cut):  # type: ignore[no-untyped-def]
+    """Of every part: times of exchanges [P, exchanges], (time, FLOPs, time that is guessed) [P, 3] by phase, and
+    `LayerCosts.numbers`."""
     num_parts, size = operator_ns.shape
-    time, flops = np.zeros((num_parts, 3)), np.zeros((num_parts, 3))
-    guessed_ns = np.zeros((num_parts, 3))
-    launches, lives = np.zeros((num_parts, 2), np.int64), np.zeros((num_parts, 2), np.int64)
+    num_exchanges, rest = len(exchanges.calls), size * COLUMNS
+    exchange_ns = np.zeros((num_parts, num_exchanges))
+    time, flops, guessed_ns = np.zeros((num_parts, 3)), np.zeros((num_parts, 3)), np.zeros((num_parts, 3))
+    numbers = np.zeros((num_parts, 7), np.int64)
     for p in range(num_parts):
         for i in range(size):
             time[p, phase[i]] += operator_ns[p, i]
-            flops[p, phase[i]] += table[p, i, COUNTED_FLOPS]
-            count = int(table[p, i, COUNT])
+            flops[p, phase[i]] += values[p, i * COLUMNS + COUNTED_FLOPS]
+            count = int(values[p, i * COLUMNS + COUNT])
             if phase[i] == 0:
-                launches[p, 0] += count
+                numbers[p, LAUNCHES] += count
             if guessed[p, i]:
-                launches[p, 1] += count
+                numbers[p, NUM_GUESSED] += count
                 guessed_ns[p, phase[i]] += operator_ns[p, i]
-            side = min(phase[i], 1)
-            lives[p, side] = max(lives[p, side], int(live[p, i]))
-        for k in range(3):
-            exchanged = 0.0
-            for e in range(len(exchange_phase)):
-                exchanged += exchange_ns[p, e] if exchange_phase[e] == k else 0.0
-            time[p, k] += exchanged
-            guessed_ns[p, k] += 0.0 if calibrated else exchanged
-    return time, flops, guessed_ns, launches, lives
-
-
-def _exchanges(num_bytes: Floats, exchanges: Sequence[tuple[int, Ring]]) -> Floats:
-    """[parts, exchanges] times of what a tensor-parallel group exchanges, ns."""
-    found = np.zeros_like(num_bytes)
-    for number, (calls, of) in enumerate(exchanges):
-        if calls:
-            found[:, number] = calls * ring_ns(of, num_bytes[:, number] / calls)
-    return found
+            side = FORWARD_LIVE if phase[i] == 0 else BACKWARD_LIVE
+            numbers[p, side] = max(numbers[p, side], int(live[p, i]))
+        exchanged = np.zeros(3)
+        for e in range(num_exchanges):
+            if exchanges.calls[e]:
+                of, num_bytes = exchanges.ring, values[p, rest + e] / exchanges.calls[e]
+                each = ring_ns(of.passes[e], of.size[e], of.latency_ns[e], of.bandwidth[e], num_bytes)
+                exchange_ns[p, e] = exchanges.calls[e] * each
+            exchanged[exchanges.phase[e]] += exchange_ns[p, e]
+        time[p] += exchanged
+        if not calibrated:
+            guessed_ns[p] += exchanged
+        for kind, column in ((SAVED, SAVED_BYTES), (WEIGHT, WEIGHT_BYTES), (SHARED, SHARED_BYTES)):
+            at = rest + num_exchanges + 3 * kind
+            rows, split, whole = values[p, at : at + 3]
+            numbers[p, column] = int(whole + split / degree + rows / row_cut)
+    return exchange_ns, time, flops, guessed_ns, numbers
 
 
 def _ruled(
@@ -391,12 +381,3 @@ def _ruled(
 
 
 _DIMENSION = {"batch": 0, "m": 1, "k": 2, "n": 3, "none": None}
-_ROWS = (
-    "num_guessed",
-    "launches",
-    "saved_bytes",
-    "weight_bytes",
-    "shared_bytes",
-    "forward_live",
-    "backward_live",
-)

@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-import numpy as np
+import numba
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from pipeweaver import toml
 
@@ -29,7 +28,6 @@ Latency = Annotated[float, Meta(ge=0)]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "point_to_point"]
 
 
-Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 """Of one tensor, or of many."""
 
 Curve = tuple[tuple[Positive, Positive], ...]
@@ -254,15 +252,19 @@ def ring(machine: Machine, kind: Collective, group: Group) -> Ring:
     return Ring(passes, group.size, latency_ns, bandwidth)
 
 
-def ring_ns(ring: Ring, num_bytes: Bytes) -> Bytes:
-    """Time of a collective, or of many. `num_bytes` is the whole tensor: what each device holds of it before or after."""
-    moved = ring.passes * num_bytes * (ring.size - 1) / ring.size
-    return (ring.latency_ns + 1e9 * moved / ring.bandwidth) * (num_bytes > 0)
+@numba.njit(cache=True)
+def ring_ns(passes, size, latency_ns, bandwidth, num_bytes):  # type: ignore[no-untyped-def]
+    """Time of a collective, a `Ring`. `num_bytes` is the whole tensor: what each device holds of it before or after."""
+    moved = passes * num_bytes * (size - 1) / size
+    return latency_ns + 1e9 * moved / bandwidth if num_bytes > 0 else 0.0
 
 
 def collective_ns(machine: Machine, kind: Collective, num_bytes: float, group: Group) -> float:
     """Time of a ring over a group; none where it is one device."""
-    return 0.0 if group.size == 1 else ring_ns(ring(machine, kind, group), num_bytes)
+    if group.size == 1:
+        return 0.0
+    of = ring(machine, kind, group)
+    return float(ring_ns(float(of.passes), float(of.size), of.latency_ns, of.bandwidth, float(num_bytes)))
 
 
 def transfer_ns(machine: Machine, num_bytes: float, *, crosses: bool, devices: int = 1) -> float:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from operator import is_
+from itertools import chain, compress, count
+from operator import is_not
 
 from pipeweaver.data.items import Item, Share
 from pipeweaver.data.table import ItemTable
@@ -82,7 +83,7 @@ def resized(step: StepStages, share: Share, where: Where) -> StepStages | None:
         return None
     if step.share.links is not share.links and step.share.links != share.links:
         return None
-    others = [i for i, same in enumerate(map(is_, before, share.items)) if not same]
+    others = compress(count(), map(is_not, before, share.items))
     changed = [i for i in others if before[i] != share.items[i]]
     if any(not _same_kind(before[i], share.items[i]) for i in changed):
         return None
@@ -98,16 +99,20 @@ def resized(step: StepStages, share: Share, where: Where) -> StepStages | None:
 
 
 class Where:
-    """What is where in a step, whatever the sizes of its items: units by item, links, edges by unit."""
+    """What is where in a step, whatever the sizes of its items: units by item, links, edges by unit; `parts` are the
+    distinct ones, `part` [U] the number of each unit's."""
 
     def __init__(self, step: StepStages) -> None:
         self.inlets = [inlet for of in step.wiring.inlets for inlet in of]
         self.is_plain = all(len(inlet.sources) == 1 for inlet in self.inlets)
-        self.items = [step.parts[chunk][part].items for chunk, part in step.units.pairs]
-        self.members = [frozenset(items) for items in self.items]
+        numbers: dict[tuple[int, ...], int] = {}
+        items = [step.parts[chunk][part].items for chunk, part in step.units.pairs]
+        self.part = [numbers.setdefault(of, len(numbers)) for of in items]
+        self.parts = list(numbers)
+        self.members = [frozenset(of) for of in self.parts]
         self.units_of: dict[int, list[int]] = {}
-        for unit, items in enumerate(self.items):
-            for i in items:
+        for unit, of in enumerate(items):
+            for i in of:
                 self.units_of.setdefault(i, []).append(unit)
         self.links_into: dict[int, list[int]] = {}
         self.links_from: dict[int, list[int]] = {}
@@ -133,16 +138,15 @@ def _same_kind(old: Item, new: Item) -> bool:
 def _recost(step: StepStages, units: Sequence[int], where: Where) -> None:
     """Costs of these units anew; equal questions have equal answers, so the rest stays."""
     items, links = step.share.items, where.links_into
-    place: dict[int, int] = {}
-    for unit in units:
-        for to in where.items[unit]:
-            for i in (*links.get(to, ()), to):
-                place.setdefault(i, len(place))
-    inside = {i for unit in units for i in where.items[unit]}
-    table = ItemTable([items[i] for i in place], [(place[i], place[to]) for to in inside for i in links.get(to, ())])
-    parts = {of: [place[i] for i in of] for of in {where.items[unit] for unit in units}}
+    parts = {number: where.parts[number] for number in map(where.part.__getitem__, units)}
+    inside = dict.fromkeys(chain.from_iterable(parts.values()))
+    listed = dict.fromkeys(chain(inside, *(links.get(to, ()) for to in inside)))
+    place = {i: number for number, i in enumerate(listed)}
+    table = ItemTable([items[i] for i in listed], [(place[i], place[to]) for to in inside for i in links.get(to, ())])
+    asked_parts = {number: [place[i] for i in of] for number, of in parts.items()}
     chunks = step.placement.chunks
-    asked = [(chunks[step.units.chunk[unit]], parts[where.items[unit]]) for unit in units]
+    chunk_of = step.units.chunk[units].tolist()
+    asked = [(chunks[chunk], asked_parts[where.part[unit]]) for chunk, unit in zip(chunk_of, units, strict=True)]
     step.stage_costs = list(step.stage_costs)
     costs = step.pricing.stages(table, asked)
     for unit, cost in zip(units, costs, strict=True):
@@ -164,12 +168,12 @@ def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], 
     for e in sorted({edge for unit in units for edge in where.edges_of.get(unit, ())}):
         source, destination = int(edges.source[e]), int(edges.destination[e])
         inlet = where.inlets[edges.inlet[e]]
-        key = (where.items[source], where.items[destination], inlet.rows, inlet.linked)
+        key = (where.part[source], where.part[destination], inlet.rows, inlet.linked)
         if key not in rows_of:
-            wanted: Iterable[int] = where.items[destination]
+            wanted: Iterable[int] = where.parts[key[1]]
             if inlet.linked:
                 wanted = (i for to in wanted for i in where.links_into.get(to, ()))
-            rows_of[key] = sum(items[i].sizes[inlet.rows] for i in wanted if i in where.members[source])
+            rows_of[key] = sum(items[i].sizes[inlet.rows] for i in wanted if i in where.members[key[0]])
         num_rows[e] = rows_of[key]
         edge_bytes[e] = rows_of[key] * inlet.row_bytes
         if not step.is_local[e]:
@@ -181,6 +185,6 @@ def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], 
     for unit in resized_units:
         outputs = step.wiring.outputs[step.units.chunk[unit]]
         step.output_bytes[unit] = sum(
-            outputs[name][1] * sum(items[i].sizes[outputs[name][0]] for i in where.items[unit])
+            outputs[name][1] * sum(items[i].sizes[outputs[name][0]] for i in where.parts[where.part[unit]])
             for name in where.outputs_of.get(unit, ())
         )

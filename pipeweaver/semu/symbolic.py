@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain
 from math import lcm
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeweaver.data.table import ItemTable, bounds, sums
+from pipeweaver.data.table import ItemTable, bounds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -52,43 +53,24 @@ def measure(
     linked tokens. With `by_length`, for machines where attention makes a call for every run of sequences of equal
     length: "runs" of neighbours with equal tokens, "linked.runs" of those with equally many linked tokens too.
     """
-    item = np.array(list(chain.from_iterable(parts)), np.int64)
-    start = bounds(list(map(len, parts)))
-    tokens = table.sizes("tokens")[item]
-    columns = {name: np.maximum(table.sizes(name), 0)[item] for name in table.names}
-    columns |= {"items": np.ones_like(item), "squares": tokens * tokens}
-    totals = {name: sums(column, start) for name, column in columns.items()}
-    # What flows into item i of the parts: sources from first[i] on.
-    link_start, linked = table.linked
-    first = bounds(link_start[item + 1] - link_start[item])
-    to = np.repeat(np.arange(len(item)), np.diff(first))
-    source = linked[np.arange(len(to)) + (link_start[item] - first[:-1])[to]]
-    linked_start = first[start]
-    attended = np.maximum(table.sizes("tokens"), 0)[source]
-    module = table.module[source]
-    for number in np.unique(module).tolist():
-        here = module == number
-        for name in table.names:
-            column = np.where(here, np.maximum(table.sizes(name)[source], 0), 0)
-            totals[f"{table.modules[number]}.{name}"] = sums(column, linked_start)
-        totals[f"{table.modules[number]}.cross"] = sums(np.where(here, tokens[to] * attended, 0), linked_start)
-    totals = {name: total * copies for name, total in totals.items()}
-    totals["parts"] = np.ones(len(parts), np.int64)
-    lengths = np.stack([tokens, sums(attended, first)])
-    runs, both = _runs(lengths[:1], start), _runs(lengths, start)
-    alike = np.stack([runs <= 1, both <= 1], axis=1).tolist()
-    if by_length:
-        totals["runs"] = _copied_runs(lengths[:1], runs, start, copies)
-        totals["linked.runs"] = _copied_runs(lengths, both, start, copies) * (np.diff(linked_start) > 0)
-    names = sorted(totals, key=_order)
-    values = np.stack([totals[name] for name in names], axis=1).tolist()
-    families: dict[object, Family] = {}
+    if not parts:
+        return []
+    names, order = _columns(table.names, table.modules, by_length)
+    sizes = np.stack([np.maximum(table.sizes(name), 0) for name in table.names])
+    totals, alike = _measure(
+        sizes,
+        table.names.index("tokens"),
+        table.module,
+        len(table.modules),
+        *table.linked,
+        np.array(list(chain.from_iterable(parts)), np.int64),
+        bounds(list(map(len, parts))),
+        copies,
+    )
     found = []
-    for of, same in zip(values, alike, strict=True):
-        key = (tuple(map(bool, of)), *same)
-        if key not in families:
-            families[key] = Family(tuple(n for n, value in zip(names, of, strict=True) if value), tuple(same))
-        found.append(Sums(families[key], tuple(filter(None, of))))
+    for values, same in zip(totals[:, order].tolist(), alike.tolist(), strict=True):
+        present = tuple([name for name, value in zip(names, values, strict=True) if value])
+        found.append(Sums(_family(present, tuple(same)), tuple(filter(None, values))))
     return found
 
 
@@ -157,27 +139,64 @@ def _evaluate(coefficients, sums):  # type: ignore[no-untyped-def]
 _FIRST = ("parts", "items", "tokens", "squares")
 
 
-def _order(name: str) -> tuple[int, str]:
-    """Sums that counts mostly depend on come first, so that they carry the coefficients."""
-    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+@lru_cache(maxsize=256)
+def _columns(sizes: tuple[str, ...], modules: tuple[str, ...], by_length: bool) -> tuple[tuple[str, ...], Ints]:
+    """Names of all sums in order, and the columns of `_measure` that they are. Sums that counts mostly depend on come
+    first, so that they carry the coefficients."""
+    first = ("parts", "items", "tokens", "squares")
+    listed = ["parts", "items", "squares", "runs", "linked.runs", *sizes]
+    for module in modules:
+        listed += [*(f"{module}.{name}" for name in sizes), f"{module}.cross"]
+    column = {name: number for number, name in enumerate(listed) if by_length or name not in ("runs", "linked.runs")}
+    names = sorted(column, key=lambda name: (first.index(name) if name in first else len(first), name))
+    return tuple(names), np.array([column[name] for name in names], np.int64)
 
 
-def _runs(shapes: Ints, start: Ints) -> Ints:
-    """Runs of equal neighbours in each part. `shapes` [kinds of length, items]."""
-    changes = np.ones(shapes.shape[1], np.int64)
-    changes[1:] = (shapes[:, 1:] != shapes[:, :-1]).any(axis=0)
-    heads = start[:-1][start[:-1] < start[1:]]
-    changes[heads] = 1
-    return sums(changes, start)
+@lru_cache(maxsize=4096)
+def _family(names: tuple[str, ...], alike: tuple[bool, bool]) -> Family:
+    return Family(names, alike)
 
 
-def _copied_runs(shapes: Ints, runs: Ints, start: Ints, copies: int) -> Ints:
-    """The same in so many copies, where one copy after the other may go on with the run before."""
-    if not shapes.shape[1]:
-        return runs
-    first, last = np.minimum(start[:-1], shapes.shape[1] - 1), np.maximum(start[1:] - 1, 0)
-    goes_on = (shapes[:, first] == shapes[:, last]).all(axis=0) & (runs > 0)
-    return copies * runs - (copies - 1) * goes_on
+@numba.njit(cache=True)
+def _measure(sizes, tokens, module, num_modules, link_start, linked, items, start, copies):  # type: ignore[no-untyped-def]
+    """(sums [parts, columns], whether items are alike [parts, 2]). `sizes` [names, items], `tokens` the row of the
+    tokens; part p has `items[start[p] : start[p + 1]]`."""
+    num_names, num_parts = len(sizes), len(start) - 1
+    totals = np.zeros((num_parts, 5 + num_names + num_modules * (num_names + 1)), np.int64)
+    alike = np.zeros((num_parts, 2), np.bool_)
+    for p in range(num_parts):
+        row = totals[p]
+        length, attended, links = np.int64(-1), np.int64(-1), 0
+        first_length, first_attended, runs, linked_runs = length, attended, 0, 0
+        for at in range(start[p], start[p + 1]):
+            i = items[at]
+            rows, sources = sizes[tokens, i], np.int64(0)
+            row[1] += 1
+            row[2] += rows * rows
+            for n in range(num_names):
+                row[5 + n] += sizes[n, i]
+            for of in range(link_start[i], link_start[i + 1]):
+                source = linked[of]
+                base = 5 + num_names + module[source] * (num_names + 1)
+                for n in range(num_names):
+                    row[base + n] += sizes[n, source]
+                row[base + num_names] += rows * sizes[tokens, source]
+                sources += sizes[tokens, source]
+                links += 1
+            if at == start[p]:
+                first_length, first_attended = rows, sources
+            runs += rows != length
+            linked_runs += rows != length or sources != attended
+            length, attended = rows, sources
+        row *= copies
+        row[0] = 1
+        alike[p] = runs <= 1, linked_runs <= 1
+        # One copy after the other may go on with the run before.
+        joined = copies - 1 if runs and length == first_length else 0
+        row[3] = copies * runs - joined
+        if links:
+            row[4] = copies * linked_runs - (joined if attended == first_attended else 0)
+    return totals, alike
 
 
 def _independent_columns(rows: Sequence[Sequence[int]]) -> list[int]:
