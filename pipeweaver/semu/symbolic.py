@@ -55,11 +55,11 @@ def measure(
     """
     if not parts:
         return []
-    names, order = _columns(table.names, table.modules, by_length)
-    sizes = np.stack([np.maximum(table.sizes(name), 0) for name in table.names])
+    sizes = table.names or ("tokens",)
+    names, order = _columns(sizes, table.modules, by_length)
     totals, alike = _measure(
-        sizes,
-        table.names.index("tokens"),
+        np.stack([np.maximum(table.sizes(name), 0) for name in sizes]),
+        sizes.index("tokens"),
         table.module,
         len(table.modules),
         *table.linked,
