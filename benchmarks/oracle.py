@@ -35,12 +35,17 @@ class Optimum:
         return self.makespan == self.bound
 
 
-def optimum(held: Held, *, seconds: float, threads: int = 1, known: Sequence[int] | None = None) -> Optimum:
-    """Solve an instance within a time. `known`: starts of some schedule, as a hint."""
+def optimum(
+    held: Held, *, seconds: float, threads: int = 1, known: Sequence[int] | None = None, bound: int = 0
+) -> Optimum:
+    """Solve an instance within a time. `known`: starts of some schedule, which none that is looked for is longer than;
+    `bound`: what no schedule goes below, if that is known already."""
     model = cp_model.CpModel()
     horizon = sum(stage.duration + max((lag for _, lag in stage.lags), default=0) for stage in held.stages)
-    starts = [model.new_int_var(0, horizon, f"start {i}") for i in range(len(held.stages))]
-    makespan = model.new_int_var(0, horizon, "makespan")
+    if known is not None:
+        horizon = max((start + stage.duration for start, stage in zip(known, held.stages, strict=True)), default=0)
+    starts = [model.new_int_var(0, horizon - stage.duration, f"start {i}") for i, stage in enumerate(held.stages)]
+    makespan = model.new_int_var(bound, horizon, "makespan")
     runs: list[list[cp_model.IntervalVar]] = [[] for _ in range(held.workers)]
     holds: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in range(held.workers)]
     for i, (stage, start) in enumerate(zip(held.stages, starts, strict=True)):
@@ -59,8 +64,10 @@ def optimum(held: Held, *, seconds: float, threads: int = 1, known: Sequence[int
         if holds[worker] and held.limits is not None:
             intervals, amounts = zip(*holds[worker], strict=True)
             model.add_cumulative(intervals, amounts, held.limits[worker])
-    for start, value in zip(starts, known if known is not None else (), strict=False):
-        model.add_hint(start, value)
+    if known is not None:
+        for start, value in zip(starts, known, strict=True):
+            model.add_hint(start, value)
+        model.add_hint(makespan, horizon)
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds

@@ -101,7 +101,7 @@ def paper_ablation(scope: Ablation, reading: str) -> list[dict[str, object]]:
         lambda share: _searched(case, cut, share, PolicyOptions(), ROUNDS),
     )
     title = f"VLM-S, {scope.microbatches} microbatches, {reading}"
-    print(f"{title:32} {'step time':>10} {'ratio':>7} {'paper':>7} {'peak':>8}")
+    print(f"{title:32} {'step time':>10} {'ratio':>7} {'paper':>7} {'peak':>8}", flush=True)
     found: list[dict[str, object]] = []
     paper = (None, *(before / after for before, after in pairwise(PAPER_SECONDS)))
     before: int | None = None
@@ -112,7 +112,7 @@ def paper_ablation(scope: Ablation, reading: str) -> list[dict[str, object]]:
         ratio = None if before is None else before / step_ns
         fits = peak <= case.budget_bytes
         print(
-            f"{name:32} {step_ns / len(shares) / 1e6:7.0f} ms {ratio or 1:7.3f} {expected or 1:7.3f} "
+            f"{reading:8} {name:23} {step_ns / len(shares) / 1e6:7.0f} ms {ratio or 1:7.3f} {expected or 1:7.3f} "
             f"{peak / case.budget_bytes:8.0%} {'' if fits else 'of the memory: does not fit'}",
             flush=True,
         )
@@ -147,7 +147,7 @@ def dynamic_ablation(scope: Ablation) -> list[dict[str, object]]:
                 ratio = sum(_dynamic(case, other, share, lever.options, lever.rounds) for share in shares) / full
             except ValueError:  # no plan fits the memory
                 ratio = None
-            print(f"    {lever.name:36} {'no plan fits' if ratio is None else f'{ratio:.3f}'}", flush=True)
+            print(f"    {name} {lever.name:36} {'no plan fits' if ratio is None else f'{ratio:.3f}'}", flush=True)
             found.append({"setup": name, "lever": lever.name, "ratio": ratio})
     return found
 
