@@ -24,7 +24,7 @@ from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
 from pipeweaver.semu.correct import Factors, key_of
-from pipeweaver.semu.latency import NUM_GUESSED, LayerCost, LayerCosts, Layout, Rule, gathered, layer_costs
+from pipeweaver.semu.latency import LayerCost, LayerCosts, Layout, Rule, add_covered, gathered, layer_costs
 from pipeweaver.semu.layer import LayerGraph, Parameters, Records, counts_by_length, sizes_key
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.model_layers import inside, module_layers
@@ -382,7 +382,7 @@ class SemuCosts:
             chosen = [parts[i] for i in missing]
             for block in layer.counts_of(chosen, lambda i: records(missing[i]), copies):
                 costs = layer_costs(block.structure, block.values, self.machine, self.layout, self.rules)
-                self._covered += (costs.phase_ns.sum(), costs.guessed_ns.sum(), costs.numbers[:, NUM_GUESSED].sum())
+                add_covered(self._covered, costs.phase_ns, costs.guessed_ns, costs.numbers)
                 for row, i in enumerate(block.parts):
                     found[missing[i]] = (costs, row)
             if len(self._known) >= MOST_LAYERS:

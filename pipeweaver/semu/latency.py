@@ -195,6 +195,16 @@ def layer_costs(
     )
 
 
+@numba.njit(cache=True)
+def add_covered(covered, phase_ns, guessed_ns, numbers):  # type: ignore[no-untyped-def]
+    """Add to `covered` [3] the time of all parts, what of it is guessed, and the launches that are."""
+    for p in range(len(numbers)):
+        for k in range(3):
+            covered[0] += phase_ns[p, k]
+            covered[1] += guessed_ns[p, k]
+        covered[2] += numbers[p, NUM_GUESSED]
+
+
 def _exchange(machine: Machine, layout: Layout, exchange: Exchanged) -> tuple[int, Ring]:
     """How often in a row a group of the layout runs a collective for one exchange (0: it does not need it), and which."""
     degree, kind, phase = layout.tensor_parallel, exchange.kind, exchange.phase

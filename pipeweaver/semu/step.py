@@ -130,9 +130,11 @@ class Where:
 
 def _same_kind(old: Item, new: Item) -> bool:
     """Whether edges of the one are those of the other, but for their lengths."""
-    return old.module == new.module and {n: bool(s) for n, s in old.sizes.items()} == {
-        n: bool(s) for n, s in new.sizes.items()
-    }
+    if old.module != new.module or old.sizes.keys() != new.sizes.keys():
+        return False
+    if all(old.sizes.values()) and all(new.sizes.values()):
+        return True
+    return all(bool(size) == bool(new.sizes[name]) for name, size in old.sizes.items())
 
 
 def _recost(step: StepStages, units: Sequence[int], where: Where) -> None:
@@ -156,7 +158,7 @@ def _recost(step: StepStages, units: Sequence[int], where: Where) -> None:
     for column, values in zip(columns, fresh, strict=True):
         column[units] = values
     step.costs = type(step.costs)(*columns)
-    step.alike = list(range(len(step)))  # whose strategies cost the same is asked anew
+    step.__dict__.pop("alike", None)  # whose strategies cost the same is asked anew
     step._strategies = {}
 
 
@@ -182,9 +184,14 @@ def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], 
     step.edges = edges._replace(num_rows=num_rows)
     step.edge_bytes, step.lag_ns = edge_bytes, lag_ns
     step.output_bytes = step.output_bytes.copy()
+    sums: dict[tuple[int, str], int] = {}
     for unit in resized_units:
         outputs = step.wiring.outputs[step.units.chunk[unit]]
-        step.output_bytes[unit] = sum(
-            outputs[name][1] * sum(items[i].sizes[outputs[name][0]] for i in where.parts[where.part[unit]])
-            for name in where.outputs_of.get(unit, ())
-        )
+        total = 0
+        for name in where.outputs_of.get(unit, ()):
+            rows, row_bytes = outputs[name]
+            summed = (where.part[unit], rows)
+            if summed not in sums:
+                sums[summed] = sum([items[i].sizes[rows] for i in where.parts[summed[0]]])
+            total += sums[summed] * row_bytes
+        step.output_bytes[unit] = total

@@ -81,9 +81,10 @@ class Fit:
         self.rows: list[tuple[int, ...]] = []
         self.values: list[Sequence[int]] = []
         self._coefficients: Floats = np.zeros((0, 0))
-        self._pivots: list[int] = []
-        self._others: list[int] = []
-        self._forms: list[list[int]] = []
+        self._pivots: Ints = np.zeros(0, np.int64)
+        self._others: Ints = np.zeros(0, np.int64)
+        self._forms: Ints = np.zeros((0, 0), np.int64)
+        self._weight = 0
         self._denominator = 1
 
     def add(self, sums: tuple[int, ...], values: Sequence[int]) -> None:
@@ -97,42 +98,61 @@ class Fit:
         """Whether the samples so far determine the values at each of these sums."""
         if not self.rows:
             return [False] * len(parts)
-        if not self._others:
+        if not len(self._others):
             return [True] * len(parts)
         largest = max(map(max, parts))
-        weights = max((sum(map(abs, form)) for form in self._forms), default=0)
-        fits = largest * max(weights, self._denominator) < 2**62
-        sums = np.array(parts, np.int64 if fits else object)
-        forms = np.array(self._forms, np.int64 if fits else object)
-        spanned = sums[:, self._pivots] @ forms.T == self._denominator * sums[:, self._others]
-        return [bool(one) for one in spanned.all(axis=1)]
+        if largest * max(self._weight, self._denominator) < 2**62:
+            spanned = _spans(np.array(parts, np.int64), self._pivots, self._others, self._forms, self._denominator)
+            return spanned.tolist()  # type: ignore[no-any-return]
+        sums = np.array(parts, object)
+        exact = sums[:, self._pivots] @ self._forms.astype(object).T == self._denominator * sums[:, self._others]
+        return [bool(one) for one in exact.all(axis=1)]
 
     def __call__(self, parts: Sequence[tuple[int, ...]]) -> Floats:
         """[parts, values]: the values at each of these sums, whole numbers."""
-        found: Floats = _evaluate(self._coefficients, np.array(parts, np.float64)[:, self._pivots])
+        found: Floats = _evaluate(self._coefficients, np.array(parts, np.int64), self._pivots)
         return found
 
     def _solve(self) -> None:
         """Values and all sums as linear forms in the sums of the pivot columns, over one denominator."""
-        self._pivots = _independent_columns(self.rows)
-        inverse = _inverse([[Fraction(row[column]) for column in self._pivots] for row in self.rows])
+        pivots = _independent_columns(self.rows)
+        inverse = _inverse([[Fraction(row[column]) for column in pivots] for row in self.rows])
         self._denominator = lcm(*(f.denominator for line in inverse for f in line))
         whole = np.array([[int(f * self._denominator) for f in line] for line in inverse], dtype=object)
         scaled = whole @ np.array(self.values, dtype=object)
         self._coefficients = np.array([[int(v) / self._denominator for v in line] for line in scaled], np.float64)
         forms = whole @ np.array(self.rows, dtype=object)
-        self._others = [column for column in range(len(self.rows[0])) if column not in self._pivots]
-        self._forms = [[int(v) for v in forms[:, column]] for column in self._others]
+        others = [column for column in range(len(self.rows[0])) if column not in pivots]
+        self._forms = forms[:, others].T
+        self._weight = max((sum(map(abs, form)) for form in self._forms), default=0)
+        if self._weight < 2**62:
+            self._forms = np.ascontiguousarray(self._forms.astype(np.int64))
+        self._pivots, self._others = np.array(pivots, np.int64), np.array(others, np.int64)
 
 
 @numba.njit(cache=True)
-def _evaluate(coefficients, sums):  # type: ignore[no-untyped-def]
+def _spans(sums, pivots, others, forms, denominator):  # type: ignore[no-untyped-def]
+    """[parts] whether all other sums are these forms in those of the pivots."""
+    found = np.ones(len(sums), np.bool_)
+    for p in range(len(sums)):
+        for i in range(len(others)):
+            formed = 0
+            for j in range(len(pivots)):
+                formed += forms[i, j] * sums[p, pivots[j]]
+            if formed != denominator * sums[p, others[i]]:
+                found[p] = False
+                break
+    return found
+
+
+@numba.njit(cache=True)
+def _evaluate(coefficients, sums, pivots):  # type: ignore[no-untyped-def]
     """sums @ coefficients in whole numbers: term by term, so that a part has the same values in any company."""
     found = np.zeros((len(sums), coefficients.shape[1]))
     for p in range(len(sums)):
         for j in range(len(coefficients)):
             for v in range(coefficients.shape[1]):
-                found[p, v] += coefficients[j, v] * sums[p, j]
+                found[p, v] += coefficients[j, v] * float(sums[p, pivots[j]])
     return np.rint(found)
 
 
