@@ -83,11 +83,13 @@ class Follow:
         lines = []
         if self._metrics:
             seconds = time.monotonic() - self._start
-            measured = statistics.median(metrics.step_ns for metrics in self._metrics)
+            # In the first step libraries warm up, and nothing has corrected the costs yet.
+            steady = self._metrics[1:] or self._metrics
+            measured = statistics.median(metrics.step_ns for metrics in steady)
             line = f"{len(self._metrics)} steps in {seconds:.0f} s: step time {duration(measured)} (median)"
-            errors = [abs(m.prediction_error) for m in self._metrics if m.prediction_error is not None]
+            errors = [abs(m.prediction_error) for m in steady if m.prediction_error is not None]
             if errors:
-                predicted = statistics.median(m.predicted_step_ns for m in self._metrics if m.predicted_step_ns)
+                predicted = statistics.median(m.predicted_step_ns for m in steady if m.predicted_step_ns)
                 line += f", predicted {duration(predicted)}, off by {percent(statistics.median(errors))} (median)"
             lines.append(line)
             bubbles = [metrics.bubble for metrics in self._metrics if metrics.bubble is not None]

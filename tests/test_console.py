@@ -114,6 +114,17 @@ def test_a_run_in_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert lines[-1] == f"wrote {written}"
 
 
+def test_the_first_step_warms_up_and_is_in_no_median_of_times(capsys: pytest.CaptureFixture[str]) -> None:
+    with Follow(3, []) as follow:
+        for step, times in enumerate((20, 1, 2)):
+            step_ns = 420_000_000 * times
+            step_metrics = msgspec.structs.replace(metrics(step), step_ns=step_ns, prediction_error=times - 0.95)
+            follow(StepReport(metrics=step_metrics, plans=(), measurements=()))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("3 steps in ")
+    assert lines[-2].endswith("step time 0.63 s (median), predicted 0.40 s, off by 55.0 % (median)")
+
+
 def test_a_run_that_fails_is_not_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError), Follow(2, []) as follow:
         follow(StepReport(metrics=metrics(), plans=(), measurements=()))

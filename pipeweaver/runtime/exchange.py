@@ -123,9 +123,13 @@ class Exchange:
     def publish(self, number: int, messages: Sequence[Message], *, readers: int) -> None:
         """Order `number`: one message per replica, each to be taken by `readers` workers."""
         for replica, message in enumerate(messages):
-            key = f"order/{number}/{replica}"
+            key = _key(number, replica)
             self._store.add(f"{key}/readers", readers)
             self._store.set(key, msgspec.msgpack.encode(message))
+
+    def wait(self, number: int, replica: int, late: Callable[[float], None] | None = None) -> None:
+        """Until order `number` can be received, or what is there instead of it. Raises FirstRankSilent."""
+        self._wait(_key(number, replica), late)
 
     def receive(
         self, number: int, replica: int, late: Callable[[float], None] | None = None
@@ -134,7 +138,7 @@ class Exchange:
 
         Raises FirstRankFailed if the first rank says that it failed, FirstRankSilent if it says nothing.
         """
-        key = f"order/{number}/{replica}"
+        key = _key(number, replica)
         self._wait(key, late)
         message: Message = msgspec.msgpack.decode(self._store.get(key), type=Message)
         if self._store.add(f"{key}/readers", -1) == 0:  # all have it
@@ -197,3 +201,8 @@ class Exchange:
                     f"waited for {key}, but the first worker has given no sign of life for {self._patience_s:g} s: "
                     "it is dead, frozen, or cut off"
                 )
+
+
+def _key(number: int, replica: int) -> str:
+    """Where order `number` stands in the store."""
+    return f"order/{number}/{replica}"

@@ -108,10 +108,10 @@ def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
             number = min(searches, key=lambda n: (searches[n].has_plan, n))
             answer = searches[number].step()
             end.sendall(encode(answer))
-            if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
-                os.nice(NICE)  # training begins
             if isinstance(answer, Refused) or answer.finished:
                 del searches[number]
+            if os.getpriority(os.PRIO_PROCESS, 0) < NICE and all(search.has_plan for search in searches.values()):
+                os.nice(NICE)  # the first plans are there: training begins
         else:
             gc.collect()
         if not searches or select.select([end], [], [], 0)[0]:

@@ -45,7 +45,7 @@ from pipeweaver.schedule.verify import verify
 from pipeweaver.semu.correct import rounded
 
 START_S = 120.0
-"""Until a process of a new run has its first plan: libraries are loaded, kernels may have to be compiled."""
+"""Until a process of a new run has its first plans: libraries are loaded, kernels may have to be compiled."""
 LATE_S, LATE_TIMES = 1.0, 4
 """A plan that is needed is waited for so long, or so many times as long as it took to make the last one in place."""
 FROZEN_S = 30.0
@@ -101,6 +101,7 @@ class Service:
         self._waits_for_search = rounds is not None
         self._say = say or _say
         self._said_late = False
+        self._begins = True
         self._reuse = Reuse()
         self._works: dict[int, _Work] = {}
         self._in_place_s = 0.0
@@ -147,11 +148,17 @@ class Service:
             self._changed.wait_for(lambda: all(piece.best or piece.refused or not piece.planner for piece in pieces))
 
     def take(self, number: int) -> tuple[Plan, ...]:
-        """Proven plans of all replicas. Raises ValueError, as `plan_batch` does, if there are none."""
+        """Proven plans of all replicas. Raises ValueError, as `plan_batch` does, if there are none.
+
+        The first one is handed out when all batches told of by then have plans: once workers are busy, a process that
+        has just started would be late with them.
+        """
         work = self._works[number]
         with self._changed:
-            if not work.known or self._waits_for_search:
-                self._wait(work)
+            for needed in sorted(self._works.items()) if self._begins else [(number, work)]:
+                if not needed[1].known or self._waits_for_search:
+                    self._wait(needed[1])
+            self._begins = False
             del self._works[number]
             for piece in work.pieces:
                 if piece.planner is not None:
@@ -232,7 +239,7 @@ class Service:
             return float("inf")
         if piece.planner is None or piece.planner.is_late:
             return 0.0
-        if not piece.planner.is_settled:
+        if self._begins or not piece.planner.is_settled:
             return START_S if piece.planner.lives <= 1 else 0.0
         return max(LATE_S, LATE_TIMES * self._in_place_s)
 

@@ -115,7 +115,8 @@ def train(job: Job, observers: Sequence[Observer] = ()) -> Result | None:
             raise ValueError(f"{job.path} is not the job that the first worker runs; give all hosts the same file")
         watchdog = Watchdog(job.run.watchdog_s)
         worker = _build_worker(job, graph, setup.placement, transport, loads["train"], watchdog)
-        # The first step begins when all can: it is measured like every other.
+        # The first step begins when all can, and have its plan: it is measured like every other.
+        exchange.wait(1, membership.address.replica, _late if first else None)
         transport.barrier()
         membership.company.close()
         try:

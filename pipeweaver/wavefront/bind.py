@@ -51,9 +51,12 @@ def step_bound_ns(graph: ModelGraph, share: Share, costs: Costs, workers: int) -
 
     Unlike a bound on the MetaGraph it holds for what workers really do: they need not wait for the one with the most
     expensive part, so that the device-time of a layer is the sum over its parts, and a path runs over the cheapest.
+    Where items are paired, every one has a path of its own through the same layers; the longest of these is at least
+    as long as their mean, for which a layer takes what it takes its items on average.
     """
     asked = _Asked(graph, share, costs)
     places, found = _contracted(asked)
+    paired = {task for task, _ in asked.members if _is_paired(asked, task)}
     works = []
     for run in found.members:
         task, name, first = places[run[0]]
@@ -63,8 +66,14 @@ def step_bound_ns(graph: ModelGraph, share: Share, costs: Costs, workers: int) -
             kinds.setdefault(layer if _is_end(asked, name, layer) else -1, []).append(layer)
         mixtures = []
         for layers in kinds.values():
-            spent = [[asked.ns(task, name, layers[0], part) for part in asked.parts(task, name, n)] for n in counts]
-            mixtures.append(Mixture(len(layers), tuple((min(of_parts), sum(of_parts)) for of_parts in spent)))
+            ways = []
+            for count in counts:
+                parts = asked.parts(task, name, count)
+                spent = [asked.ns(task, name, layers[0], part) for part in parts]
+                sizes = [stop - start for start, stop in parts]
+                mean = sum(ns * size for ns, size in zip(spent, sizes, strict=True)) // sum(sizes)
+                ways.append((mean if task in paired else min(spent), sum(spent)))
+            mixtures.append(Mixture(len(layers), tuple(ways)))
         works.append(mixtures)
     return least_makespan_ns(works, found.flows, workers)
 
@@ -253,6 +262,20 @@ def _meta_op(asked: _Asked, place: Place, num_layers: int, workers: int, dtype: 
         carried_bytes=sum(
             tokens * spec.width * _item_bytes(spec.dtype, dtype) for spec in module.layers[plain].carries
         ),
+    )
+
+
+def _is_paired(asked: _Asked, task: str) -> bool:
+    """Whether links of the task's modules join all items of one with all of the other, one to one."""
+    items = asked.share.items
+    ends: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for s, d in asked.share.links:
+        if items[s].task == task:
+            ends.setdefault((items[s].module, items[d].module), []).append((s, d))
+    return all(
+        len(pairs) == len(set(side)) == len(asked.members[task, name])
+        for names, pairs in ends.items()
+        for name, side in zip(names, zip(*pairs, strict=True), strict=True)
     )
 
 

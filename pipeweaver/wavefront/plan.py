@@ -20,7 +20,7 @@ from pipeweaver.wavefront.search import anneal, makespan_ns
 from pipeweaver.wavefront.starts import from_sketch
 from pipeweaver.wavefront.timeline import Pieces, pieces_of, tables, timed
 
-EFFORT = 1_500_000
+EFFORT = 1_000_000
 """Slices placed in time during the search, by default: evaluations times slices."""
 FRONT_TO_BACK = 100
 """Plans made from front to back."""

@@ -111,7 +111,8 @@ def test_equal_batches_are_not_planned_again(start):
     service.take(4)
 
 
-def test_a_process_killed_in_the_middle_is_told_once_and_started_again(start):
+def test_a_process_killed_in_the_middle_is_told_once_and_started_again(start, monkeypatch):
+    monkeypatch.setattr(service_module, "LATE_S", 30.0)  # a busy machine does not make it late
     service = start()
     assert_right(taken(service, range(3)), range(3))
     (planner,) = service._pool.planners
@@ -154,6 +155,19 @@ def test_a_late_process_is_not_waited_for(start, monkeypatch):
     assert time.monotonic() - begun < 3
     (words,) = service.said
     assert words.startswith("warning: the planner had no plan when it was needed, nor 0.2 s later")
+
+
+def test_a_run_begins_when_the_first_batches_have_plans(start, monkeypatch):
+    monkeypatch.setattr(service_module, "LATE_S", 0.0)
+    service = start(LATE.replace("SECONDS", "0.5"))
+    for step in range(3):
+        service.want(step, batch(step, tokens=8 + step))
+    pieces = [piece for work in service._works.values() for piece in work.pieces]
+    found = [service.take(0)]
+    assert all(piece.best for piece in pieces)
+    found += [service.take(step) for step in (1, 2)]
+    assert_right(found, range(3))
+    assert service.said == []
 
 
 def test_a_frozen_process_is_ended_and_started_again(start, monkeypatch):

@@ -205,6 +205,23 @@ def test_an_error_of_the_policy_stops_all_workers(tmp_path):
     assert len(read_metrics(folder / "metrics.jsonl")) == 1  # the step before was run and reported
 
 
+SLOW_PLANNER = """
+import time
+time.sleep(5)
+"""
+
+
+def test_the_first_step_does_not_count_the_start_of_planning(single, tmp_path):
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "break_planner.py").write_text(SLOW_PLANNER)
+    code, err = finish(start(folder, "workers.pipeline=2", num_workers=2))
+    assert code == 0 and "warning: the planner" not in err
+    assert_same(single, folder, 1e-9)
+    first = read_metrics(folder / "metrics.jsonl")[0]
+    assert first.waiting_ns < first.step_ns < 5e9
+
+
 STOP_IN_STEP = """
 import os, signal, torch
 from pipeweaver.runtime.execution import Execution

@@ -6,6 +6,7 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from pipeweaver.costs import FlatCosts
 from pipeweaver.wavefront.bind import bind, cluster_of, step_bound_ns, useful_counts
@@ -84,6 +85,21 @@ def test_the_bound_of_a_step_is_below_that_of_its_metagraph(seed):
         assert 0 < bound <= area_bound_ns(bind(graph, share, costs, workers), workers)
     even = share_of(graph, {"caption": 8, "text": 4}, uneven=False)
     assert step_bound_ns(graph, even, costs, 1) == area_bound_ns(bind(graph, even, costs, 1), 1)
+
+
+def test_items_that_are_paired_take_what_they_take_on_average():
+    graph = graph_of()
+    costs = costs_of(graph)
+    unit = 3 * 24 * 1_000  # forward and backward of a layer of language on one item
+    # Five items on three workers are 2, 2 and 1: on average 9/5 of a unit per layer, while workers are busy for 5/3.
+    texts = share_of(graph, {"text": 5}, uneven=False)
+    assert step_bound_ns(graph, texts, costs, 3) == pytest.approx(8 * unit * 9 / 5, rel=1e-6)
+    # The same behind four layers of images, of two units each.
+    captions = share_of(graph, {"caption": 5}, uneven=False)
+    assert step_bound_ns(graph, captions, costs, 3) == pytest.approx((8 + 4 * 2) * unit * 9 / 5, rel=1e-6)
+    # With a link missing nobody knows which items share a path: workers' time is all that counts.
+    fewer = replace(captions, links=captions.links[1:])
+    assert step_bound_ns(graph, fewer, costs, 3) == pytest.approx((8 + 4 * 2) * unit * 5 / 3, rel=1e-6)
 
 
 def test_an_empty_share_is_said():
