@@ -3,7 +3,7 @@
     python -m benchmarks.wavefront [--quick] [--data DIR]
     python -m benchmarks.wavefront --held FILE
 
-Prints tables and, as its last line, one JSON object. `reference` plans the MetaOps of a file, without transfers.
+Prints rows as they are found and, as its last line, one JSON object. `reference` plans the MetaOps of a file, without transfers.
 `plan_ms_64` and `plan_ms_256` time a search, its bounds and the choice of workers for ten tasks, kernels warm; and
 `policy_s_64` all that policy `wavefront` does when it places them: several searches, compiled and emulated, beside
 levels and baselines. `speedup` emulates compiled, verified plans of jobs shaped like the paper's (wavefront_cases.py) on
@@ -19,12 +19,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import wavefront_run
 from benchmarks.rehearsal import over_sequential
@@ -80,27 +77,29 @@ def main() -> None:
     found["placement"] = None if arguments.quick else placements()
     found["rehearsed_over_sequential"] = None if arguments.quick else over_sequential()
     found |= dict.fromkeys(REAL) if arguments.quick else wavefront_run.figures()
-    _print("examples/multitask.toml on two workers", [{key: found[key] for key in REAL}])
+    _shown("examples/multitask.toml on two workers", [{key: found[key] for key in REAL}])
     print(json.dumps(found))
 
 
 def held(case: WavefrontCase) -> dict[str, Row]:
     """Makespans, bound and planning time of a case, ms, by number of workers."""
-    rows = _planned(case)
-    _print("case", rows.values())
     kept = ("wavefront", "wavefront-levels", "bound", "plan_ms")
-    return {workers: {key: row[key] for key in kept} for workers, row in rows.items()}
+    rows = _shown("case, ms", _planned(case))
+    return {str(row["workers"]): {key: row[key] for key in kept} for row in rows}
 
 
 def reference(case: WavefrontCase) -> dict[str, Row]:
     """The same for the reference case, the authors' makespan and ratios beside it."""
-    rows = _planned(case)
-    for workers, row in rows.items():
-        row["authors"] = round(case.published_ms[int(workers)], 3)
-        row["area_bound"] = _ms(area_bound_ns(case.graph, int(workers)))
-        row["relaxed"] = _ms(relaxed_optimum_ns(case.graph, int(workers)))
-    _print("reference case, ms", rows.values())
-    return rows
+    rows = (
+        row
+        | {
+            "authors": round(case.published_ms[row["workers"]], 3),
+            "area_bound": _ms(area_bound_ns(case.graph, row["workers"])),
+            "relaxed": _ms(relaxed_optimum_ns(case.graph, row["workers"])),
+        }
+        for row in _planned(case)
+    )
+    return {str(row["workers"]): row for row in _shown("reference case, ms", rows)}
 
 
 def planning_times(*, policy_too: bool) -> dict[str, float | None]:
@@ -117,43 +116,46 @@ def planning_times(*, policy_too: bool) -> dict[str, float | None]:
     if policy_too:
         POLICIES["wavefront"].place(job.graph, 64, costs, [share], dtype=DTYPE)
     found["policy_s_64"] = round(time.perf_counter() - start, 2) if policy_too else None
-    _print("planning time of ten tasks", [found])
+    _shown("planning time of ten tasks", [found])
     return found
 
 
 def speedups(jobs: Mapping[str, Sequence[int]], scales: Sequence[float]) -> list[Row]:
     """One row per job, number of devices and scale of the batch: emulated, compiled and verified plans."""
-    rows = []
-    for name, devices in jobs.items():
-        job = JOBS[name]()
-        costs = _costs(job)
-        for scale in scales:
-            share = share_of(job, scale)
-            for count in devices:
-                rows.append({"job": name, "devices": count, "scale": scale} | _speedup(job, costs, share, count))
-                rows[-1]["paper"] = PUBLISHED[name].get(count)
-    _print("step time of `sequential` over that of each policy, emulated", rows)
-    return rows
+
+    def rows() -> Iterator[Row]:
+        for name, devices in jobs.items():
+            job = JOBS[name]()
+            costs = _costs(job)
+            for scale in scales:
+                share = share_of(job, scale)
+                for count in devices:
+                    row: Row = {"job": name, "devices": count, "scale": scale}
+                    yield row | _speedup(job, costs, share, count) | {"paper": PUBLISHED[name].get(count)}
+
+    return _shown("step time of `sequential` over that of each policy, emulated", rows())
 
 
 def placements() -> list[Row]:
     """What transfers add to the makespan of a search's plan, %, by data flows and on the next free workers."""
-    rows = []
-    for name, devices in PLACED_JOBS.items():
-        job = JOBS[name]()
-        costs, share = _costs(job), share_of(job)
-        for count in devices:
-            workers = count // job.tensor_parallel
-            graph, cluster = bind(job.graph, share, costs, workers, dtype=DTYPE), cluster_of(costs, workers)
-            plan = plan_wavefront(graph, workers, cluster.inside)
-            row: Row = {"job": name, "devices": count}
-            for key, by_flow in (("by_flow_pct", True), ("next_free_pct", False)):
-                placed = place(graph, plan, cluster, by_flow=by_flow)
-                free = retimed(graph, placed, type(cluster)(workers=workers, island=workers, inside=FREE, across=FREE))
-                row[key] = round(100 * (1 - free.makespan_ns / placed.makespan_ns), 2)
-            rows.append(row)
-    _print("share of transfers in the makespan", rows)
-    return rows
+
+    def rows() -> Iterator[Row]:
+        for name, devices in PLACED_JOBS.items():
+            job = JOBS[name]()
+            costs, share = _costs(job), share_of(job)
+            for count in devices:
+                workers = count // job.tensor_parallel
+                graph, cluster = bind(job.graph, share, costs, workers, dtype=DTYPE), cluster_of(costs, workers)
+                plan = plan_wavefront(graph, workers, cluster.inside)
+                row: Row = {"job": name, "devices": count}
+                for key, by_flow in (("by_flow_pct", True), ("next_free_pct", False)):
+                    placed = place(graph, plan, cluster, by_flow=by_flow)
+                    nowhere = type(cluster)(workers=workers, island=workers, inside=FREE, across=FREE)
+                    free = retimed(graph, placed, nowhere)
+                    row[key] = round(100 * (1 - free.makespan_ns / placed.makespan_ns), 2)
+                yield row
+
+    return _shown("share of transfers in the makespan", rows())
 
 
 def _speedup(job: Job, costs: SemuCosts, share: Share, devices: int) -> Row:
@@ -196,15 +198,14 @@ def _costs(job: Job) -> SemuCosts:
     )
 
 
-def _planned(case: WavefrontCase) -> dict[str, Row]:
+def _planned(case: WavefrontCase) -> Iterator[Row]:
     plan_wavefront(case.graph, case.workers[0])  # Compiles the kernels, or loads them.
-    rows = {}
     for workers in case.workers:
         ours, seconds = timed(lambda workers=workers: plan_wavefront(case.graph, workers))  # type: ignore[misc]
         plans = [ours, *(plan(case.graph, workers) for plan in (plan_levels, sequential, task_parallel))]
         for plan in plans:
             check_schedule(case.graph, plan)
-        rows[str(workers)] = (
+        yield (
             {"workers": workers}
             | {plan.policy: _ms(plan.makespan_ns) for plan in plans}
             | {
@@ -214,7 +215,6 @@ def _planned(case: WavefrontCase) -> dict[str, Row]:
                 "evaluations_per_s": round(ours.evaluations / seconds),
             }
         )
-    return rows
 
 
 def timed(plan: Callable[[], Schedule]) -> tuple[Schedule, float]:
@@ -228,14 +228,23 @@ def timed(plan: Callable[[], Schedule]) -> tuple[Schedule, float]:
     return schedule, statistics.median(seconds)
 
 
-def _print(title: str, rows: Any) -> None:
-    rows = list(rows)
-    table = Table(title=title)
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+def _shown(title: str, rows: Iterable[Row]) -> list[Row]:
+    """The rows, each printed when it is there, under a line with the names of its columns."""
+    print(title, flush=True)
+    kept: list[Row] = []
     for row in rows:
-        table.add_row(*(f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=200).print(table)
+        if not kept:
+            print("  ".join(f"{key:>{_width(key)}}" for key in row))
+        texts = (
+            "" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()
+        )
+        print("  ".join(f"{text:>{_width(key)}}" for key, text in zip(row, texts, strict=True)), flush=True)
+        kept.append(row)
+    return kept
+
+
+def _width(key: str) -> int:
+    return max(len(key), 10)
 
 
 def _ms(ns: float) -> float:

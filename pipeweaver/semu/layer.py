@@ -29,6 +29,7 @@ from pipeweaver.schedule.ir import Strategy
 from pipeweaver.semu.calls import Trace, fuse_accumulation
 from pipeweaver.semu.counts import Counts, Floats, Structure, pack, unpack
 from pipeweaver.semu.kernels import Kernels, device_kernels
+from pipeweaver.semu.shapes import ShapesOnly
 from pipeweaver.semu.sharding import Role, shard
 from pipeweaver.semu.symbolic import Family, Fit, Sums, measure
 from pipeweaver.semu.trace import trace
@@ -217,16 +218,17 @@ class LayerGraph:
             recompute_attention=self.strategy == "recompute-attention",
         )
         state = {given.name: self._input(given, items, links) for given in self.inputs}
-        with torch.no_grad():
-            self.module(dict(state), part)  # what all layers of a chunk share is made before the trace
+        with ShapesOnly():
+            with torch.no_grad():
+                self.module(dict(state), part)  # what all layers of a chunk share is made before the trace
 
-        loaded = {name: tensor for name, tensor in part.loaded.items() if isinstance(tensor, Tensor)}
-        return trace(
-            lambda: self._run(dict(state), part),
-            inputs={**state, **loaded},
-            parameters=dict(self.module.named_parameters()),
-            kernels=device_kernels(self.kernels),
-        )
+            loaded = {name: tensor for name, tensor in part.loaded.items() if isinstance(tensor, Tensor)}
+            return trace(
+                lambda: self._run(dict(state), part),
+                inputs={**state, **loaded},
+                parameters=dict(self.module.named_parameters()),
+                kernels=device_kernels(self.kernels),
+            )
 
     def _run(self, state: dict[str, Tensor], part: PartView) -> dict[str, Tensor]:
         if self.strategy == "recompute":
