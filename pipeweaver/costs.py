@@ -6,13 +6,15 @@ machine, an emulator of others) fills it in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from pipeweaver.data.items import Item
 from pipeweaver.data.table import ItemTable
 from pipeweaver.schedule.ir import Chunk, Strategy
+
+Answer = TypeVar("Answer")
 
 
 class StrategyCost(NamedTuple):
@@ -115,6 +117,12 @@ class Costs(Protocol):
         """For every layer of a stage, `before` and `after` included, what each memory strategy costs."""
         ...
 
+    def strategies_of(
+        self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]
+    ) -> Sequence[Sequence[LayerStrategies]]:
+        """The same of many chunks, each with a part of the table's items."""
+        ...
+
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         """Forward and backward of the items over the whole module at its most efficient size, no recomputation."""
         ...
@@ -136,10 +144,14 @@ class Costs(Protocol):
         ...
 
 
-def one_by_one(costs: Costs, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
-    """`stages` of costs that gain nothing from being asked for many."""
+def one_by_one(
+    answer: Callable[[Chunk, Sequence[Item], Sequence[Sequence[Item]]], Answer],
+    table: ItemTable,
+    asked: Sequence[tuple[Chunk, Sequence[int]]],
+) -> list[Answer]:
+    """`stages` or `strategies_of` for costs that gain nothing from being asked for many."""
     sources = table.sources
-    return [costs.stage(chunk, [table.items[i] for i in of], [sources[i] for i in of]) for chunk, of in asked]
+    return [answer(chunk, [table.items[i] for i in of], [sources[i] for i in of]) for chunk, of in asked]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +196,7 @@ class FlatCosts:
         )
 
     def stages(self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
-        return one_by_one(self, table, asked)
+        return one_by_one(self.stage, table, asked)
 
     def strategies(
         self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
@@ -204,6 +216,11 @@ class FlatCosts:
         last = chunk.stop == self.layers[chunk.module]
         after = [nothing] if last and f"{chunk.module}.after" not in self.missing else []
         return (*before, *[layer] * (chunk.stop - chunk.start), *after)
+
+    def strategies_of(
+        self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]
+    ) -> list[tuple[LayerStrategies, ...]]:
+        return one_by_one(self.strategies, table, asked)
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         return self._row_ns(module) * _rows(items) * self.layers[module] * (1 + self.backward)

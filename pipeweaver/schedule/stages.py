@@ -24,7 +24,7 @@ from pipeweaver.data.items import Item, Share, linked
 from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.connect import EdgeArrays, Ints, Parts, Units, edge_arrays
-from pipeweaver.schedule.ir import Chunk, Draft, Placement, Stage
+from pipeweaver.schedule.ir import Draft, Placement, Stage
 from pipeweaver.schedule.wiring import Wiring, wiring
 
 FORWARD, BACKWARD, WEIGHTS = 0, 1, 2
@@ -133,21 +133,14 @@ class StepStages:
         return _alike(self.share, self.wiring, self.parts, self.table.sources)
 
     def layer_strategies(self, unit: int) -> Sequence[LayerStrategies]:
-        """What each memory strategy costs, for every layer of a unit."""
-        number = self.alike[unit]
-        if number not in self._strategies:
-            self._strategies[number] = self.pricing.strategies(*self._question(unit))
-        return self._strategies[number]
-
-    def _question(self, unit: int) -> tuple[Chunk, list[Item], list[Sequence[Item]]]:
-        """What costs are asked for."""
-        chunk, part = self.units.pairs[unit]
-        items = self.parts[chunk][part].items
-        return (
-            self.placement.chunks[chunk],
-            [self.share.items[i] for i in items],
-            [self.table.sources[i] for i in items],
-        )
+        """What each memory strategy costs, for every layer of a unit that has a backward."""
+        if not self._strategies:
+            # Whoever asks for one asks for others.
+            distinct = {number: u for u, number in enumerate(self.alike) if self.learns[u]}
+            pairs = [self.units.pairs[u] for u in distinct.values()]
+            asked = [(self.placement.chunks[chunk], self.parts[chunk][part].items) for chunk, part in pairs]
+            self._strategies = dict(zip(distinct, self.pricing.strategies_of(self.table, asked), strict=True))
+        return self._strategies[self.alike[unit]]
 
     def _measure_edges(self) -> None:
         edges, inlets = self.edges, [inlet for of in self.wiring.inlets for inlet in of]

@@ -10,10 +10,11 @@ a worker is devices times a device's memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,18 @@ from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import ITEM_SIZES, Chunk, Strategy
 from pipeweaver.semu.correct import Factors, key_of
-from pipeweaver.semu.latency import LayerCost, LayerCosts, Layout, Rule, add_covered, gathered, layer_costs
+from pipeweaver.semu.latency import (
+    BACKWARD_LIVE,
+    FORWARD_LIVE,
+    SAVED_BYTES,
+    LayerCost,
+    LayerCosts,
+    Layout,
+    Rule,
+    add_covered,
+    gathered,
+    layer_costs,
+)
 from pipeweaver.semu.layer import LayerGraph, Parameters, Records, counts_by_length, sizes_key
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.model_layers import inside, module_layers
@@ -42,6 +54,11 @@ MOST_PARTS, MOST_KEYED = 4096, 256
 
 MOST_LAYERS, MOST_STAGES = 20_000, 100_000
 """Costs of layers and of stages on parts that are kept."""
+
+
+Options = tuple[dict[Strategy, StrategyCost], ...]
+"""For every layer of a stage, what each memory strategy costs."""
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +156,20 @@ class SemuCosts:
         return self._corrected(chunk, cost)
 
     def stages(self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[StageCost]:
-        def records(items: Sequence[int]) -> tuple[list[Item], list[Sequence[Item]]]:
-            return [table.items[i] for i in items], [table.sources[i] for i in items]
-
         if not self.reuse:
-            return [self.stage(chunk, *records(items)) for chunk, items in asked]
+            return [self.stage(chunk, *_records(table, items)) for chunk, items in asked]
+        found = self._together(table, asked, self._answers)
+        return [self._corrected(chunk, cost) for (chunk, _), cost in zip(asked, found, strict=True)]
+
+    def _together(
+        self,
+        table: ItemTable,
+        asked: Sequence[tuple[Chunk, Sequence[int]]],
+        answers: Callable[[tuple[Run, ...], list[Sums], Records], list[Answer]],
+    ) -> list[Answer]:
+        """Answers to all questions: equal chunks with the same items are asked for once, parts of one family together."""
         parts = list({id(items): items for _, items in asked}.values())
         sums = dict(zip(map(id, parts), measure(table, parts, by_length=self._by_length), strict=True))
-        # Equal chunks with the same items are asked for once, parts of one family together.
         distinct: dict[tuple[int, int], tuple[tuple[Run, ...], Sequence[int]]] = {}
         keys = []
         for chunk, items in asked:
@@ -156,16 +179,14 @@ class SemuCosts:
         together: dict[tuple[int, Family], list[tuple[int, int]]] = {}
         for key in distinct:
             together.setdefault((key[0], sums[key[1]].family), []).append(key)
-        found: dict[tuple[int, int], StageCost] = {}
+        found: dict[tuple[int, int], Answer] = {}
         for of in together.values():
             chosen = [distinct[key][1] for key in of]
-            answers = self._answers(
-                distinct[of[0]][0],
-                [sums[id(items)] for items in chosen],
-                lambda i, chosen=chosen: records(chosen[i]),  # type: ignore[misc]
-            )
-            found |= zip(of, answers, strict=True)
-        return [self._corrected(chunk, found[key]) for (chunk, _), key in zip(asked, keys, strict=True)]
+            of_family = [sums[id(items)] for items in chosen]
+            runs = distinct[of[0]][0]
+            costs = answers(runs, of_family, lambda i, chosen=chosen: _records(table, chosen[i]))  # type: ignore[misc]
+            found |= zip(of, costs, strict=True)
+        return [found[key] for key in keys]
 
     def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
         rows = sum(item.sizes["tokens"] for item in items)
@@ -273,41 +294,52 @@ class SemuCosts:
             found.append((self._layer(layer, part, items, links), run.backward))
         return found
 
-    def strategies(
-        self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]
-    ) -> tuple[dict[Strategy, StrategyCost], ...]:
+    def strategies(self, chunk: Chunk, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> Options:
         """For every layer of a stage, what each memory strategy costs; only "keep" where there is no backward.
 
         Recomputation is traced as the runtime does it, so it stops where nothing more is needed.
         """
-        part = self._measured(items, links)
-        factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
-        found: list[dict[Strategy, StrategyCost]] = []
-        for run in self._runs(chunk.module, chunk.start, chunk.stop):
-            keep = self._layer(run.layer, part, items, links)
-            options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward, factor)}
-            if run.backward:
-                recomputing: tuple[Strategy, Strategy] = ("recompute", "recompute-attention")
-                for strategy in recomputing:
-                    other = self._layer(self._variant(run.layer, strategy), part, items, links)
-                    options[strategy] = self._strategy(other, keep, True, factor)
-            if run.backward and self.machine.kernels != "cpu":  # a CPU's memory is the host's
-                away = options["keep"].saved_bytes / self.layout.tensor_parallel
-                offload_ns = round(1e9 * away / self.machine.host_bandwidth)
-                options["offload"] = StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=offload_ns)
-            found += [options] * run.repeats
-        return tuple(found)
+        runs, part = self._runs(chunk.module, chunk.start, chunk.stop), self._measured(items, links)
+        (found,) = self._options(runs, [part], lambda _: (items, links))
+        return self._corrected_options(chunk, found)
 
-    def _strategy(self, cost: LayerCost, keep: LayerCost, backward: bool, factor: float) -> StrategyCost:
+    def strategies_of(self, table: ItemTable, asked: Sequence[tuple[Chunk, Sequence[int]]]) -> list[Options]:
+        if not self.reuse:
+            return [self.strategies(chunk, *_records(table, items)) for chunk, items in asked]
+        found = self._together(table, asked, self._options)
+        return [self._corrected_options(chunk, options) for (chunk, _), options in zip(asked, found, strict=True)]
+
+    def _options(self, runs: tuple[Run, ...], parts: list[Sums], records: Records) -> list[Options]:
+        """For each part of one family what each strategy of each run's layers costs, before correction."""
+        found: list[list[dict[Strategy, StrategyCost]]] = [[] for _ in parts]
+        for run in runs:
+            kept = self._layers(run.layer, parts, records)
+            recomputing: tuple[Strategy, ...] = ("recompute", "recompute-attention") if run.backward else ()
+            others = {name: self._layers(self._variant(run.layer, name), parts, records) for name in recomputing}
+            for i, (part, keep) in enumerate(zip(found, kept, strict=True)):
+                options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward)}
+                for name, of in others.items():
+                    options[name] = self._strategy(of[i], keep, True)
+                if run.backward and self.machine.kernels != "cpu":  # a CPU's memory is the host's
+                    away = options["keep"].saved_bytes / self.layout.tensor_parallel
+                    offload_ns = round(1e9 * away / self.machine.host_bandwidth)
+                    options["offload"] = StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=offload_ns)
+                part += [options] * run.repeats
+        return [tuple(of) for of in found]
+
+    def _strategy(self, cost: tuple[LayerCosts, int], keep: tuple[LayerCosts, int], backward: bool) -> StrategyCost:
+        costs, row = cost
         extra, degree = 0.0, self.layout.tensor_parallel
         if cost is not keep:
-            extra = sum(cost.phase_ns.values()) - sum(keep.phase_ns.values()) + self.machine.overheads.recompute_ns
-        saved = cost.saved_bytes * degree if backward else 0
+            before = keep[0].phase_ns[keep[1]].tolist()
+            extra = sum(costs.phase_ns[row].tolist()) - sum(before) + self.machine.overheads.recompute_ns
+        numbers = costs.numbers[row].tolist()
+        saved = numbers[SAVED_BYTES] * degree if backward else 0
         return StrategyCost(
             saved_bytes=saved,
-            extra_ns=max(0, round(extra * factor)),
-            forward_workspace_bytes=max(0, cost.forward_live * degree - saved),
-            backward_workspace_bytes=max(0, cost.backward_live * degree - saved) if backward else 0,
+            extra_ns=max(0, round(extra)),
+            forward_workspace_bytes=max(0, numbers[FORWARD_LIVE] * degree - saved),
+            backward_workspace_bytes=max(0, numbers[BACKWARD_LIVE] * degree - saved) if backward else 0,
         )
 
     def _variant(self, layer: LayerGraph, strategy: Strategy) -> LayerGraph:
@@ -334,6 +366,14 @@ class SemuCosts:
             )
             self._chunks[key] = self._distinct_runs.setdefault(runs, runs)
         return self._chunks[key]
+
+    def _corrected_options(self, chunk: Chunk, found: Options) -> Options:
+        factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
+        if factor == 1.0:
+            return found
+        return tuple(
+            {name: cost._replace(extra_ns=round(cost.extra_ns * factor)) for name, cost in of.items()} for of in found
+        )
 
     def _corrected(self, chunk: Chunk, cost: StageCost) -> StageCost:
         factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
@@ -437,6 +477,11 @@ class SemuCosts:
         position = ends[place] if place in ends else int(rest.pop(0))
         self._named[name] = self._modules[module][position][0].parameters(".".join(rest))
         return self._named[name]
+
+
+def _records(table: ItemTable, items: Sequence[int]) -> tuple[list[Item], list[Sequence[Item]]]:
+    """The items of a part, and what is linked to each of them."""
+    return [table.items[i] for i in items], [table.sources[i] for i in items]
 
 
 def slower(cost: StageCost, factor: float) -> StageCost:

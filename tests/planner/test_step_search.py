@@ -186,7 +186,7 @@ class DearHalves:
         return cost._replace(input_ns=cost.backward_ns, weight_ns=cost.backward_ns // 2)
 
     def stages(self, table, asked):
-        return one_by_one(self, table, asked)
+        return one_by_one(self.stage, table, asked)
 
 
 def test_a_split_backward_is_not_chosen_where_it_costs_more_than_it_brings():

@@ -81,4 +81,5 @@ def test_stages_asked_together_cost_what_they_cost_alone(machine: str) -> None:
             for start in (0, 1)
             for part in of
         ]
-        assert together.stages(table, asked) == one_by_one(costs(), table, asked)
+        assert together.stages(table, asked) == one_by_one(costs().stage, table, asked)
+        assert together.strategies_of(table, asked) == one_by_one(costs().strategies, table, asked)
