@@ -32,8 +32,6 @@ COMPARED = 16
 """Microbatches of the rows that are run for a minute as well, and of those of `pipeweaver`, within the memory."""
 HASTE = 0.9
 """Share of its time after which a search does not go on."""
-ROUNDS = {"dynamic": 4, "pipeweaver": 1}
-"""Rounds between looks at the clock."""
 WARM_ROUNDS = {"dynamic": 80, "pipeweaver": 1}
 
 
@@ -135,7 +133,7 @@ def planned(case: Case, policy: str, placement: Placement, share: Share, *, unli
     planner.run(1)
     proven()
     first = time.perf_counter() - began
-    improve(planner, ROUNDS[policy], began + HASTE * seconds - first / 2)
+    improve(planner, began + HASTE * seconds - first / 2)
     plan = proven()
     spent = time.perf_counter() - began
     found = plan.prediction
@@ -163,11 +161,11 @@ def planner_of(policy: str, case: Case, placement: Placement, share: Share, budg
     return StepPlanner(case.graph, placement, share, case.costs, budget_bytes=budget, dtype=DTYPE)
 
 
-def improve(planner: Planner, rounds: int, until: float) -> None:
+def improve(planner: Planner, until: float) -> None:
     """Rounds until a time of `perf_counter`, none that would end after it as far as the last ones tell."""
     longest = 0.0
     while (began := time.perf_counter()) + longest < until:
-        planner.run(rounds)
+        planner.run(1)
         longest = max(0.8 * longest, time.perf_counter() - began)
 
 

@@ -48,7 +48,7 @@ from pipeweaver.schedule.ir import Draft, Placement
 from pipeweaver.schedule.stages import StepStages, useful_ns
 
 TRY_ROUNDS = 4
-"""Rounds of search that a try gets."""
+"""Orders that the search of a try looks at, and again once units keep what there is room for."""
 BLOCK = 32
 """Rounds of search over the best choice's order, after which its plan is looked at."""
 FILLING = 16
@@ -69,6 +69,9 @@ FIRST_MARGIN = 0.005
 """Share of that memory that is left until there is a plan, so that the first attempt is rarely over the budget."""
 MARGIN = 0.015
 """Share of the memory for stages that is left to copies on their way to the host and back, where units are lean."""
+
+
+_DONE = object()
 
 
 class StepPlanner:
@@ -109,7 +112,7 @@ class StepPlanner:
         module = costliest(graph, share, self._work)
         self._module = None if module in options.items_per_part else module
         self._ladders = self._allowed()
-        self._agenda: Iterator[Choice] | None = self._climb()
+        self._agenda: Iterator[None] | None = self._tries()
 
     @cached_property
     def item_costs(self) -> list[int]:
@@ -121,15 +124,14 @@ class StepPlanner:
         return self.budget_bytes is not None
 
     def run(self, rounds: int) -> None:
-        """So many rounds more; a try counts as `TRY_ROUNDS`."""
+        """So many rounds more. A try takes several, as long as there are choices to try."""
         last = self.rounds + rounds
         while self.rounds < last:
-            choice = next(self._agenda, None) if self._agenda is not None else None
-            if choice is not None:
-                self.rounds += TRY_ROUNDS
-                self._try(choice)
-                continue
-            self._agenda = None
+            if self._agenda is not None:
+                if next(self._agenda, _DONE) is not _DONE:
+                    self.rounds += 1
+                    continue
+                self._agenda = None
             # Plans are looked at after whole blocks, however many rounds are asked for at a time.
             block = min(last - self.rounds, BLOCK - self.rounds % BLOCK)
             self.rounds += block
@@ -141,7 +143,7 @@ class StepPlanner:
     def plan(self, policy: str = "dynamic") -> tuple[Draft, FlatPlan]:
         """The best plan so far, within the budget. Raises ValueError, naming worker and bytes, if there is none."""
         while self.best is None and self._agenda is not None:
-            self.run(TRY_ROUNDS)
+            self.run(1)
         if self._plan is None:
             if self.best is not None:
                 assert self._found is not None
@@ -189,6 +191,11 @@ class StepPlanner:
             splits=(False, True) if options.split_backward and not self.forward_only else (False,),
         )
 
+    def _tries(self) -> Iterator[None]:
+        """All tries, round by round."""
+        for choice in self._climb():
+            yield from self._try(choice)
+
     def _climb(self) -> Iterator[Choice]:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders, count = self._ladders, len(self.share.microbatches)
@@ -211,7 +218,11 @@ class StepPlanner:
             )
             if lean != here:
                 yield lean
-                here = min((here, lean), key=lambda choice: self.tried[choice] or NEVER)
+                for level in ladders.levels:
+                    if self.best is None and level < lean.level:  # nothing fits so far
+                        lean = lean._replace(level=level)
+                        yield lean
+                here = min(self.tried, key=lambda choice: self.tried[choice] or NEVER)
         climbing = True
         while climbing:
             climbing = False
@@ -247,10 +258,12 @@ class StepPlanner:
         halves, whole = (costs.input_ns + costs.weight_ns)[can].sum(), costs.backward_ns[can].sum()
         return bool(halves <= whole * (1 + CHEAP))
 
-    def _try(self, choice: Choice) -> None:
-        """Search a little over the orders of a choice, and take it if it is the best so far."""
+    def _try(self, choice: Choice) -> Iterator[None]:
+        """Search a little over the orders of a choice, and take it if it is the best so far. It halts after every round,
+        so that a large step's try can be left in the middle."""
         self.tried[choice] = None
         step = self._step(choice)
+        yield
         strategies, costs = leaned(step, choice.level, self.options.strategies)
         for _ in range(ATTEMPTS):
             limits = None
@@ -264,12 +277,16 @@ class StepPlanner:
                 return
             # Until there is a plan, time matters most.
             self._search(one, 1 if self.best is None else TRY_ROUNDS)
+            yield
             other = relaxed(one, seed=self.seed)
             if other is not None:
                 one = other
                 self._search(one, TRY_ROUNDS)
+            yield
             self.tried[choice] = one.searched_ns
-            if self._consider(one):
+            is_within = self._consider(one)
+            yield
+            if is_within:
                 return
 
     def _search(self, one: Try, rounds: int) -> None:
