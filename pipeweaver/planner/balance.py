@@ -30,11 +30,14 @@ def balanced(
     samples: Sequence[Mapping[str, Sequence[int]]],
     tasks: Mapping[str, Sequence[str]],
     chunks_per_worker: Mapping[str, int],
+    fill: float = 0.0,
 ) -> Placement:
     """Chunks for the K of each module (less where it has too few layers), balanced over `samples`.
 
     `samples`: for each batch, per module one cost per layer, as `layer_costs` gives them. A module with fewer
-    layers than workers is spread one layer each over the workers that carry least.
+    layers than workers is spread one layer each over the workers that carry least. `fill`: what the last worker that the
+    first part reaches loses until then, as a share of a worker's work; the others lose proportionally less, and get
+    more to do.
     """
     modules = {name: np.array([sample[name] for sample in samples], np.float64) for name in topological(graph)}
     short = {name: costs for name, costs in modules.items() if costs.shape[1] < workers}
@@ -47,7 +50,7 @@ def balanced(
     # Only where modules begin relative to each other matters.
     for places in product(*(range(workers) if name != first_name else (0,) for name in spread)):
         begins = dict(zip(spread, places, strict=True))
-        score, counts = _share_out(workers, spread, begins, least)
+        score, counts = _share_out(workers, spread, begins, least, fill)
         if best is None or score < best[0] * (1 - 1e-9):
             best = (score, begins, counts)
     chunks: dict[str, list[tuple[int, int, int]]] = {}
@@ -89,9 +92,11 @@ def _laid_out(workers: int, counts: Sequence[int], begin: int, rounds: int) -> l
 
 
 def _share_out(
-    workers: int, modules: Mapping[str, Floats], begins: Mapping[str, int], least: Mapping[str, int]
+    workers: int, modules: Mapping[str, Floats], begins: Mapping[str, int], least: Mapping[str, int], fill: float
 ) -> tuple[float, dict[str, list[int]]]:
     """(mean over samples of the largest load, layers of each module per worker), by local search.
+
+    A load is work and the wait for the first part, which goes along the chunks of the module with most work.
 
     A move takes a few layers of one module from one worker to another, and some of another module back.
     """
@@ -112,6 +117,11 @@ def _share_out(
             worker = int(loads.sum(axis=0).argmin())
             counts[name][worker] += 1
             loads[:, worker] += layer[name]
+
+    if fill > 0:
+        heaviest = max(modules, key=lambda name: float(modules[name].sum()))
+        hops = (np.arange(workers) - begins[heaviest]) % workers
+        loads += fill * loads.mean(axis=1, keepdims=True) * hops / max(1, workers - 1)
 
     def score(candidate: Floats) -> tuple[float, float]:
         return float(candidate.max(axis=1).mean()), float((candidate**2).sum())

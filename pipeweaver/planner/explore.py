@@ -8,7 +8,7 @@ fills the pipeline fastest; and *in order*, microbatch by microbatch, which need
 A *setting* is the blend, how microbatches are ordered, what becomes of weight halves, the rules of `listing.py` and the
 amount of noise. The first rounds try settings that are good as a rule; later ones draw new settings or change one
 thing about the best (half each). On problems that are not large, tabu search (`neighbours.py`) takes over the best
-schedules from time to time.
+schedules from time to time, and beam search (`beam.py`), wider each time, looks for others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from pipeweaver.planner.beam import beam_search
 from pipeweaver.planner.listing import NEVER, Schedule, check_limits, exceeds, list_schedule
 from pipeweaver.planner.listing import _run as run_list
 from pipeweaver.planner.neighbours import tabu_search
@@ -24,9 +25,15 @@ from pipeweaver.planner.problem import Ints, Problem
 SMALL = 200
 """Stages up to which tabu search takes part."""
 TURN, TABU_MOVES = 100, 200
-"""Rounds of a turn, the last of which is, on small problems, a tabu search of so many moves."""
+"""Rounds of a turn, the last two of which are, on small problems, a beam and a tabu search of so many moves."""
 ISLANDS = 6
 """On small problems so many searches take turns, each with a best schedule of its own, against dead ends."""
+FIRST_WIDTH, MOST_WIDTH, BEAM_WORK = 64, 2_000, 6_000_000
+"""Widths of the first beam, doubled for every turn, and of the widest, which is no more than `BEAM_WORK` over the number
+of stages squared."""
+MIXES = (0.0, 3.0, 0.1, 1.0)
+BEAM_NOISE = 0.02
+"""How beams rank their nodes, in turn; at random in part once they are as wide as they get."""
 
 BLEND, LATE, NOISE, TIE_BREAK, PATIENCE, FULL, OPEN, SHUFFLE = range(8)
 """Columns of a setting. LATE: how far weight halves are put back, in longest tails. NOISE: likewise. SHUFFLE: how many
@@ -68,6 +75,7 @@ class Search:
         self.is_small = problem.num_stages <= SMALL and len(problem.effect_worker) == problem.num_stages
         size = problem.num_stages
         self._islands = [_Island(size) for _ in range(ISLANDS if self.is_small else 1)]
+        self._all_met = False
         nothing = np.zeros(size, np.int64)
         self.best = Schedule(start_ns=nothing, sequence=nothing, makespan_ns=NEVER if size else 0)
         if first is not None:
@@ -82,11 +90,14 @@ class Search:
             # Turns have the same rounds however many are asked for at a time.
             turn, done = divmod(self.rounds, TURN)
             island = self._islands[turn % len(self._islands)]
-            if self.is_small and done == TURN - 1:
-                self._improve(island, turn)
+            if self.is_small and done >= TURN - 2:
+                if done == TURN - 2:
+                    self._beam(island, turn)
+                else:
+                    self._improve(island, turn)
                 self.rounds += 1
                 continue
-            self._explore(island, min(last - self.rounds, TURN - self.is_small - done))
+            self._explore(island, min(last - self.rounds, TURN - 2 * self.is_small - done))
 
     def _explore(self, island: _Island, count: int) -> None:
         start, sequence, makespan, setting, tried = _explore(
@@ -107,6 +118,25 @@ class Search:
         if makespan < island.best.makespan_ns:
             island.setting = setting
             self._keep(island, Schedule(start_ns=start, sequence=sequence, makespan_ns=int(makespan)))
+
+    def _beam(self, island: _Island, turn: int) -> None:
+        """What a beam finds that is better than anything so far is the island's; none where one met everything."""
+        if self._all_met:
+            return
+        most = min(MOST_WIDTH, max(1, BEAM_WORK // max(1, self.problem.num_stages) ** 2))
+        wide = FIRST_WIDTH << min(turn, 30)
+        found, self._all_met = beam_search(
+            self.problem,
+            self.tails,
+            self.limits if self.limited else None,
+            width=min(most, wide),
+            mix=MIXES[turn % len(MIXES)],
+            noise=BEAM_NOISE if wide > most else 0.0,
+            seed=self.seed + turn,
+            cutoff_ns=self.best.makespan_ns,
+        )
+        if found is not None:
+            self._keep(island, found)
 
     def _improve(self, island: _Island, turn: int) -> None:
         """Tabu search from the island's best."""
