@@ -2,7 +2,8 @@
 
 *Once per run*: each module in K chunks per worker, so that every worker has a share of every module
 (pipeweaver.md, section 1). K is chosen by planning a sample of real batches, transfers and the cost of small parts
-included, module by module until nothing gets better; layers are shared out so that workers are even over the sample.
+included, module by module until nothing gets better; layers are shared out so that workers are even over the sample,
+or those that work reaches last have somewhat less to do, where that plans the sample better.
 
 *Each step*: how samples are grouped, how items are cut into parts, what is kept in memory and which backwards are
 split, each a try of the search in `planner/step_search.py`; then `rounds` of search over the order of the stages,
@@ -35,6 +36,8 @@ MOST_MICROBATCHES = 32
 """K is chosen on so many microbatches of the sample, in whole shares, evenly spread; on one share at least."""
 PLACE_ROUNDS = 24
 """Rounds of search for each K and share of the sample."""
+FILLS = (0.006, 0.012, 0.02)
+"""What the last worker may lose until the first part reaches it, as shares of a worker's work (`balance.py`)."""
 
 
 def place(
@@ -52,8 +55,8 @@ def place(
     tasks = task_modules(graph, shares)
     sample = _sample(shares)
 
-    def placed(chunks: Mapping[str, int]) -> Placement:
-        return balanced(graph, workers, per_layer, tasks, chunks)
+    def placed(chunks: Mapping[str, int], fill: float = 0.0) -> Placement:
+        return balanced(graph, workers, per_layer, tasks, chunks, fill)
 
     def score(placement: Placement) -> float:
         """Sum of makespans, ns; infinite if some share does not fit."""
@@ -94,6 +97,15 @@ def place(
             for k in range(1, limit + 1):
                 if k != chosen[name]:
                     improved |= consider(chosen | {name: k})
+    tried = {best}
+    for fill in FILLS:
+        placement = placed(chosen, fill)
+        if placement not in tried:
+            tried.add(placement)
+            best_score = best_score or score(best)
+            found = score(placement)
+            if found < best_score:
+                best, best_score = placement, found
     return best
 
 

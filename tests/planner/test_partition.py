@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import GRAPHS, batch_of, flat_costs, graph_of, share_of
 
+from pipeweaver.planner.balance import balanced
 from pipeweaver.planner.partition import (
     by_modality,
     contiguous,
@@ -158,3 +159,16 @@ def test_tasks_have_chunks_of_the_modules_they_use():
     with pytest.raises(ValueError, match=r"at least one item"):
         tasks_of([])
     assert batch_of(graph, [1]).samples[0].task == "main"
+
+
+def test_workers_that_the_first_part_reaches_late_have_less_to_do():
+    """20 layers on 4 workers; the last one waits for two layers' time: 6, 5.67, 6.33 and 6 until all are done."""
+    graph = graph_of("one", (20,))
+    (name,) = graph.by_name
+
+    def counts(fill):
+        placement = balanced(graph, 4, [{name: [10] * 20}], {"main": (name,)}, {name: 1}, fill)
+        return [chunk.stop - chunk.start for chunk in placement.chunks]
+
+    assert counts(0.0) == [5, 5, 5, 5]
+    assert counts(0.4) == [6, 5, 5, 4]
