@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -204,27 +204,35 @@ def flatten(plan: Plan) -> FlatPlan:
         )
         for t in plan.transfers
     ]
-    stages = [(s.chunk, s.part, PHASES.index(s.phase)) for order in plan.order for s in order]
+    stages = [(s.chunk, s.part, _PHASE[s.phase]) for order in plan.order for s in order]
     rows: list[tuple[int, ...]] = []
     allocations: list[tuple[int, ...]] = []
     frees: list[tuple[int, ...]] = []
-    counts: list[tuple[int, int]] = []
+    num_allocated: list[int] = []
+    num_freed: list[int] = []
     for actions in plan.actions:
         for action in actions:
             allocated: tuple[Allocation, ...] = ()
             freed: tuple[Buffer, ...] = ()
             match action:
-                case Compute():
-                    s = action.stage
-                    strategy = strategies[action.strategies]
-                    phase = PHASES.index(s.phase)
-                    row = (COMPUTE, s.chunk, s.part, phase, strategy, action.duration_ns, action.workspace_bytes)
-                    allocated = action.allocations
                 case Post():
                     row = (POST, action.transfer, 0, 0, 0, 0, 0)
                     allocated = action.allocations
                 case Wait():
                     row = (WAIT, action.transfer, 0, 0, 0, 0, 0)
+                case Compute():
+                    s = action.stage
+                    strategy = strategies[action.strategies]
+                    row = (
+                        COMPUTE,
+                        s.chunk,
+                        s.part,
+                        _PHASE[s.phase],
+                        strategy,
+                        action.duration_ns,
+                        action.workspace_bytes,
+                    )
+                    allocated = action.allocations
                 case Free():
                     row = (FREE, 0, 0, 0, 0, 0, 0)
                     freed = action.buffers
@@ -244,9 +252,12 @@ def flatten(plan: Plan) -> FlatPlan:
                 case Step():
                     row = (STEP, 0, 0, 0, 0, action.duration_ns, 0)
             rows.append(row)
-            allocations += [(_BUFFER_KIND[b.kind], b.first, b.second, num_bytes) for b, num_bytes in allocated]
-            frees += [(_BUFFER_KIND[b.kind], b.first, b.second) for b in freed]
-            counts.append((len(allocated), len(freed)))
+            if allocated:
+                allocations += [(_BUFFER_KIND[b.kind], b.first, b.second, num_bytes) for b, num_bytes in allocated]
+            if freed:
+                frees += [(_BUFFER_KIND[b.kind], b.first, b.second) for b in freed]
+            num_allocated.append(len(allocated))
+            num_freed.append(len(freed))
     return FlatPlan(
         head=headless(plan),
         names=names.values,
@@ -265,9 +276,9 @@ def flatten(plan: Plan) -> FlatPlan:
             (
                 starts([len(actions) for actions in plan.actions]),
                 *_columns(rows, 7),
-                starts([count for count, _ in counts]),
+                starts(num_allocated),
                 *_columns(allocations, 4),
-                starts([count for _, count in counts]),
+                starts(num_freed),
                 *_columns(frees, 3),
             )
         ),
@@ -325,6 +336,7 @@ def headless(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, edges=(), transfers=(), order=(), actions=(), prediction=None)
 
 
+_PHASE = {name: number for number, name in enumerate(PHASES)}
 _BUFFER_KIND = {name: number for number, name in enumerate(BUFFERS)}
 
 
@@ -452,7 +464,8 @@ class _Table(Generic[Value]):
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> tuple[Ints, ...]:
-    return tuple(np.ascontiguousarray(column) for column in np.array(rows, np.int64).reshape(-1, width).T)
+    values = np.fromiter(chain.from_iterable(rows), np.int64, width * len(rows))
+    return tuple(np.ascontiguousarray(column) for column in values.reshape(-1, width).T)
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
