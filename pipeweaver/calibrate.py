@@ -39,7 +39,7 @@ from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.machine import Machine, load_machine
 from pipeweaver.semu.machine_file import save_machine
 
-FORM = 3
+FORM = 4
 """Raised when what is measured changes, so that older files are not read."""
 
 BUSY = 0.9

@@ -129,6 +129,10 @@ class Costs(Protocol):
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int: ...
 
+    def post_ns(self, num_bytes: int) -> int:
+        """What a transfer takes of the time of each of its workers, which cannot compute meanwhile."""
+        ...
+
     def reduce_ns(self, holders: int, num_bytes: int) -> int: ...
 
     def parameter_bytes(self, layer: str) -> int:
@@ -174,6 +178,7 @@ class FlatCosts:
     layer_bytes: int = 1 << 20
     """Parameters of a layer; with gradients and two moments it holds four times as much."""
     latency_ns: int = 10_000
+    posting_ns: int = 0
     bytes_per_us: int = 1_000
     """Bandwidth of every link, of the way to host memory, and of the optimizer."""
     missing: frozenset[str] = frozenset()
@@ -227,6 +232,9 @@ class FlatCosts:
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
         return 0 if sender == receiver else self.latency_ns + num_bytes * 1_000 // self.bytes_per_us
+
+    def post_ns(self, num_bytes: int) -> int:
+        return self.posting_ns
 
     def reduce_ns(self, holders: int, num_bytes: int) -> int:
         # A ring moves every byte twice, but for the share that a holder keeps.

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeweaver.measure.records import LayerSample, LinkSample, LoadSample, Measured, OperatorSample
+from pipeweaver.measure.records import LayerSample, LoadSample, Measured, OperatorSample
 from pipeweaver.schedule.ir import ITEM_SIZES
 from pipeweaver.semu.calls import OperatorPhase
 from pipeweaver.semu.costs import plain_optimizer
@@ -295,6 +295,8 @@ def _overheads(
         if sample.recompute_ns:
             again.append(sample.recompute_ns)
             forward.append(sample.forward_ns)
+    sent = [s for one in measured for s in one.transfers if s.core_ns]
+    post_ns, post_byte_ns = _line([(1.0, s.num_bytes) for s in sent], [s.core_ns for s in sent])
     return Overheads(
         forward_ns=_round(beside["F"]),
         backward_ns=_round(beside["B"]),
@@ -303,6 +305,8 @@ def _overheads(
         split_ns=_round(max(0.0, split["I"] - halves["I"]) / launches) if launches else 0.0,
         split_weight=_round(split["W"] / halves["W"]) if split["W"] and halves["W"] else 1.0,
         recompute_ns=_round(max(0.0, fmean(again) - fmean(forward))) if again else 0.0,
+        post_ns=_round(post_ns),
+        post_byte_ns=_round(post_byte_ns),
     )
 
 
@@ -342,10 +346,11 @@ def _link(measured: Sequence[Measured], *, crosses: bool) -> Link:
     reductions = [s for one in measured for s in one.reductions]
     transfers = [s for s in transfers if s.crosses == crosses] or transfers
     reductions = [s for s in reductions if s.crosses == crosses] or reductions
-    latency, byte_ns = _line([(1.0, float(s.num_bytes)) for s in transfers], transfers)
+    latency, byte_ns = _line([(1.0, s.num_bytes) for s in transfers], [s.duration_ns for s in transfers])
     bandwidth = 1e9 / byte_ns if byte_ns else 1e12
     moved = [2 * s.num_bytes * (s.ends[0] - 1) / s.ends[0] for s in reductions]
-    hop_ns, moved_ns = _line([(2.0 * (s.ends[0] - 1), m) for s, m in zip(reductions, moved, strict=True)], reductions)
+    rows = [(2.0 * (s.ends[0] - 1), m) for s, m in zip(reductions, moved, strict=True)]
+    hop_ns, moved_ns = _line(rows, [s.duration_ns for s in reductions])
     share = min(max(1 / (moved_ns * bandwidth / 1e9), 0.01), 2.0) if moved_ns else 1.0
     collective = CollectiveFactors(factor=_round(share), hop_ns=_round(hop_ns))
     return Link(
@@ -357,10 +362,10 @@ def _link(measured: Sequence[Measured], *, crosses: bool) -> Link:
     )
 
 
-def _line(rows: Sequence[tuple[float, float]], samples: Sequence[LinkSample]) -> tuple[float, float]:
-    if not samples:
+def _line(rows: Sequence[tuple[float, float]], times_ns: Sequence[int]) -> tuple[float, float]:
+    if not times_ns:
         return 0.0, 0.0
-    times = np.array([float(sample.duration_ns) for sample in samples])
+    times = np.array(times_ns, np.float64)
     first, second = non_negative(np.array(rows) / times[:, None], np.ones(len(times)))
     return float(first), float(second)
 

@@ -1,7 +1,7 @@
 """Measure what joins the workers: transfers between every two of them, reductions over more and more.
 
 Two workers play ping-pong: the one sends, the other sends back what arrived; half of the round trip is a
-transfer. All pairs get their turn, disjoint pairs at the same time (a round-robin tournament). Reductions
+transfer. Both count what it takes of their cores too, all threads together: on a CPU that is lost to compute. All pairs get their turn, disjoint pairs at the same time (a round-robin tournament). Reductions
 run over workers 0..k-1 of all replicas, k growing by doubling. And what joins a worker to its host's memory.
 
 The medians of several repetitions count: a transfer is short beside what a busy machine takes away at a
@@ -10,6 +10,7 @@ time, so few of them are hit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from statistics import median
 
@@ -45,11 +46,17 @@ def measure_links(
         for one, other in pairs:
             if me in (one, other):
                 for num_bytes in TRANSFER_BYTES:
-                    duration_ns = _ping_pong(transport, plan, me == one, (one, other), num_bytes, device)
+                    duration_ns, core_ns = _ping_pong(transport, plan, me == one, (one, other), num_bytes, device)
                     for ends in ((one, other), (other, one)):
                         crosses = host_of[one] != host_of[other]
                         transfers.append(
-                            LinkSample(ends=ends, num_bytes=num_bytes, duration_ns=duration_ns, crosses=crosses)
+                            LinkSample(
+                                ends=ends,
+                                num_bytes=num_bytes,
+                                duration_ns=duration_ns,
+                                crosses=crosses,
+                                core_ns=core_ns,
+                            )
                         )
     reductions: list[LinkSample] = []
     for group in plan.groups:
@@ -104,15 +111,16 @@ def tournament(num_workers: int) -> Iterator[list[tuple[int, int]]]:
 
 def _ping_pong(
     transport: Transport, plan: Plan, first: bool, pair: tuple[int, int], num_bytes: int, device: torch.device
-) -> int:
-    """Nanoseconds of one transfer."""
+) -> tuple[int, int]:
+    """(nanoseconds of one transfer, what it takes of this end's cores: nothing that holds up a GPU)."""
     number = next(i for i, t in enumerate(plan.transfers) if (t.sender, t.receiver, t.num_bytes) == (*pair, num_bytes))
     there, back = plan.transfers[number], plan.transfers[number + 1]
     out, received = (torch.zeros(there.shape, device=device) for _ in range(2))
-    times = []
+    times, cores = [], []
     for _ in range(REPETITIONS):
         clock = make_clock(device)
         clock.mark()
+        busy_ns = time.process_time_ns()
         # Posted in the same order on both ends, as every transport wants it.
         if first:
             transport.post(number, there, out)
@@ -125,9 +133,10 @@ def _ping_pong(
             transport.post(number + 1, back, received)
             transport.wait(number + 1)
         clock.mark()
+        cores.append((time.process_time_ns() - busy_ns) // 2)
         start, end = clock.times()
         times.append((end - start) // 2)
-    return max(1, round(median(times[1:])))
+    return max(1, round(median(times[1:]))), round(median(cores[1:])) if device.type == "cpu" else 0
 
 
 def _reduction(transport: Transport, members: list[Address], num_bytes: int, device: torch.device) -> int:

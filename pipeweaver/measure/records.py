@@ -65,12 +65,13 @@ class OptimizerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
     """One size of a transfer between workers `ends` (sender, receiver), of a reduction over `ends` members, or of a
-    copy to host memory, without `ends`. `crosses`: between hosts."""
+    copy to host memory, without `ends`. `crosses`: between hosts. `core_ns` is what a transfer takes of this end's cores."""
 
     ends: tuple[int, ...]
     num_bytes: int
     duration_ns: int
     crosses: bool = False
+    core_ns: int = 0
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

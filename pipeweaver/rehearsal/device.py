@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 
-from pipeweaver.schedule.ir import Action, Compute, Load, Norm, Offload, Reduce, Reload, Settle, Step
+from pipeweaver.schedule.ir import Action, Compute, Load, Norm, Offload, Post, Reduce, Reload, Settle, Step
 
 
 class Device:
@@ -59,7 +59,7 @@ class Device:
     def after(self, action: Action) -> None:
         """The host has done its part of an action, while the device did its own: wait for the later one."""
         match action:
-            case Compute() | Load() | Step() | Reduce() | Norm():
+            case Compute() | Load() | Post() | Step() | Reduce() | Norm():
                 self.until(self._began_ns + action.duration_ns)
             case Offload() | Reload():
                 start_ns = max(self._copying_ns.get(type(action), 0), self._began_ns)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from pipeweaver.schedule.emulate import emulate, prediction
-from pipeweaver.schedule.ir import Action, Compute, Load, Norm, Offload, Plan, Reduce, Reload, Step
+from pipeweaver.schedule.ir import Action, Compute, Load, Norm, Offload, Plan, Post, Reduce, Reload, Step
 
 LEAST_STAGE_NS = 30_000_000
 """The median stage takes at least as long: what the runtime itself takes, some 0.1 ms an action, is little beside it."""
@@ -55,7 +55,7 @@ def stretched(plans: Sequence[Plan], factor: float) -> tuple[Plan, ...]:
 
 def _longer(action: Action, factor: float) -> Action:
     match action:
-        case Compute() | Load() | Offload() | Reload() | Reduce() | Norm() | Step():
+        case Compute() | Load() | Post() | Offload() | Reload() | Reduce() | Norm() | Step():
             return replace(action, duration_ns=round(action.duration_ns * factor))
         case _:
             return action

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pipeweaver.cluster import Workers, available_cores, cores_of
 from pipeweaver.runtime.company import LEAST_PATIENCE_S, Company
 from pipeweaver.runtime.exchange import MOST_WAIT, Store
+from pipeweaver.runtime.process import keep_memory
 from pipeweaver.runtime.transport import Address, WorkerMap
 
 
@@ -109,8 +110,9 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
 
 
 def _take_cores(workers: Workers, local_rank: int, local_size: int) -> frozenset[int]:
-    """Keep this process to its threads and, if asked for, to its cores; returns the cores for helpers."""
+    """Keep this process to its threads, its memory and, if asked for, to its cores; returns the cores for helpers."""
     torch.set_num_threads(workers.threads)
+    keep_memory()
     cores = available_cores()
     mine = cores_of(local_rank, local_size, workers.threads, cores) if workers.pin else ()
     if not mine or not hasattr(os, "sched_setaffinity"):

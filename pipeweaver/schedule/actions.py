@@ -103,6 +103,7 @@ def build_actions(  # type: ignore[no-untyped-def]
     is_local,
     is_whole,
     edge_bytes,
+    post_ns,
     transfers,
     posts,
     chunk,
@@ -232,7 +233,7 @@ def build_actions(  # type: ignore[no-untyped-def]
                         t = posts.transfer[next_post]
                         if transfers.receiver[t] == w:
                             _allocate(out, RECEIVED, t, 0, edge_bytes[transfers.edge[t]])
-                        _act(out, POST, t, 0, 0)
+                        _act(out, POST, t, 0, post_ns[transfers.edge[t]])
                         next_post += 1
                     for i in range(wait_start[k], wait_start[k + 1]):
                         _act(out, WAIT, waits[i], 0, 0)

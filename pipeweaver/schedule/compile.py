@@ -219,6 +219,7 @@ def _actions(
         step.is_local,
         step.is_whole,
         step.edge_bytes,
+        step.post_ns,
         transfers,
         posts,
         units.chunk,

@@ -1,6 +1,6 @@
 """The timeline of a plan: every worker runs its actions in order, transfers and meetings join them.
 
-A transfer starts when both ends have posted it and the transfers queued before it at either end are done;
+A transfer starts when both ends have begun to post it and the transfers queued before it at either end are done;
 a wait ends no earlier than the transfer. A meeting (reduction, norm) starts when all members are there.
 A copy to the host starts when the one before it is done, beside compute; copies back likewise, beside those.
 All replicas of a step are emulated together. Integer nanoseconds throughout.
@@ -274,6 +274,7 @@ def _run(kind, argument, duration, worker_start, sender, transfer_ns, before, af
                                 if after[t, side] >= 0:
                                     work[size] = after[t, side]
                                     size += 1
+                    clock[w] += duration[a]
                 elif kind[a] == WAIT:
                     if arrived[x] < 0:
                         break

@@ -216,7 +216,7 @@ def flatten(plan: Plan) -> FlatPlan:
             freed: tuple[Buffer, ...] = ()
             match action:
                 case Post():
-                    row = (POST, action.transfer, 0, 0, 0, 0, 0)
+                    row = (POST, action.transfer, 0, 0, 0, action.duration_ns, 0)
                     allocated = action.allocations
                 case Wait():
                     row = (WAIT, action.transfer, 0, 0, 0, 0, 0)
@@ -390,7 +390,7 @@ def _actions(flat: FlatPlan, numbers: range) -> list[Action]:
                 )
             )
         elif kind == POST:
-            result.append(Post(transfer=first, allocations=mine))
+            result.append(Post(transfer=first, allocations=mine, duration_ns=duration))
         elif kind == WAIT:
             result.append(Wait(transfer=first))
         elif kind == FREE:

@@ -86,7 +86,8 @@ class StepStages:
     """Units and edges of a step, whatever order its stages run in.
 
     [U]: `worker`, `microbatch`, `learns` (has a backward), `output_bytes` (of the distinct tensors that leave the
-    unit, whole), `costs`. [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `grad`, and `is_whole`:
+    unit, whole), `costs`. [E]: `is_local` (stays on its worker), `edge_bytes`, `lag_ns`, `post_ns` (of each
+    end's time), `grad`, and `is_whole`:
     an edge alone brings an input, its rows in order; else the input is assembled in memory of its own.
     `work` is what `useful_ns` says of the share, `table` that of its items, where they are known already.
     """
@@ -154,9 +155,13 @@ class StepStages:
         crossing = np.nonzero(~self.is_local)[0]
         link = sender[crossing] * workers + receiver[crossing]
         distinct, inverse = np.unique(np.stack([link, self.edge_bytes[crossing]], axis=1), axis=0, return_inverse=True)
+        inverse = inverse.reshape(-1)
         lags = [self.pricing.transfer_ns(at // workers, at % workers, size) for at, size in distinct.tolist()]
+        posts = [self.pricing.post_ns(size) for size in distinct[:, 1].tolist()]
         self.lag_ns: Ints = np.zeros(len(edges.source), np.int64)
-        self.lag_ns[crossing] = np.array(lags, np.int64)[inverse.reshape(-1)]
+        self.lag_ns[crossing] = np.array(lags, np.int64)[inverse]
+        self.post_ns: Ints = np.zeros(len(edges.source), np.int64)
+        self.post_ns[crossing] = np.array(posts, np.int64)[inverse]
         # Edges into one input of one unit follow each other.
         same = np.zeros(len(edges.source) + 1, np.bool_)
         same[1:-1] = (edges.inlet[1:] == edges.inlet[:-1]) & (edges.destination[1:] == edges.destination[:-1])

@@ -7,8 +7,8 @@ in which the stages of vision on worker 1 took 10 % longer than planned, their f
     costs = costs.corrected(factors)                     what later plans are made with
     uncorrected_ns(plans, factors)                       what the step would have been predicted to take without
 
-What a worker does on account of a stage, before it can begin anything else, counts into the stage: posting its outputs and
-freeing buffers take a CPU 2 to 3 % of a step, and plans have no time for them.
+What a worker does on account of a stage, before it can begin anything else, counts into the stage: posting its outputs,
+for which plans have time, and freeing buffers, for which they have none.
 
 Factors are inputs of planning like all costs, so a run that lets them in is repeated by replaying its plans.
 """
@@ -82,8 +82,7 @@ def _stage_times(plans: Sequence[Plan], measurements: Sequence[Measurement]) -> 
     found: dict[str, tuple[float, float]] = {}
     for plan, measurement in zip(plans, measurements, strict=True):
         for worker, (actions, spans) in enumerate(zip(plan.actions, measurement.spans, strict=True)):
-            for action, taken_ns in _occupied(actions, spans):
-                planned = action.duration_ns
+            for action, taken_ns, planned in _occupied(actions, spans):
                 taken = min(max(taken_ns, planned / MOST), planned * MOST)
                 key = key_of(plan.placement.chunks[action.stage.chunk].module, worker)
                 measured, before = found.get(key, (0.0, 0.0))
@@ -91,17 +90,19 @@ def _stage_times(plans: Sequence[Plan], measurements: Sequence[Measurement]) -> 
     return found
 
 
-def _occupied(actions: Sequence[Action], spans: Sequence[Span]) -> list[tuple[Compute, int]]:
-    """Stages of a worker and for how long each kept it busy, with the posts and frees right behind it, ns."""
-    found: list[tuple[Compute, int]] = []
+def _occupied(actions: Sequence[Action], spans: Sequence[Span]) -> list[tuple[Compute, int, int]]:
+    """Stages of a worker and for how long each kept it busy, with the posts and frees right behind it, ns: measured and
+    planned."""
+    found: list[tuple[Compute, int, int]] = []
     behind_stage = False
     for action, span in zip(actions, spans, strict=True):
         if isinstance(action, Compute):
-            found.append((action, span.end_ns - span.start_ns))
+            found.append((action, span.end_ns - span.start_ns, action.duration_ns))
             behind_stage = True
         elif behind_stage and isinstance(action, (Post, Free)):
-            stage, taken_ns = found[-1]
-            found[-1] = stage, taken_ns + span.end_ns - span.start_ns
+            stage, taken_ns, planned_ns = found[-1]
+            more_ns = action.duration_ns if isinstance(action, Post) else 0
+            found[-1] = stage, taken_ns + span.end_ns - span.start_ns, planned_ns + more_ns
         else:
             behind_stage = False
     return found

@@ -219,6 +219,10 @@ class SemuCosts:
         crosses = sender // per_island != receiver // per_island
         return round(transfer_ns(self.machine, num_bytes, crosses=crosses, devices=self.layout.tensor_parallel))
 
+    def post_ns(self, num_bytes: int) -> int:
+        overheads = self.machine.overheads
+        return round(overheads.post_ns + num_bytes * overheads.post_byte_ns)
+
     def reduce_ns(self, holders: int, num_bytes: int) -> int:
         per_island = max(1, self.machine.devices_per_island // (self.layout.tensor_parallel * self.workers))
         group = Group(size=holders, per_island=min(holders, per_island))

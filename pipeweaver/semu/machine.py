@@ -99,6 +99,7 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `forward_ns` and `backward_ns` for every launch, `stage_*_ns` for every stage. A split backward costs
     `split_ns` more for every launch of the forward, which has to put weight gradients off, and its second half takes
     `split_weight` times what it takes in one; `recompute_ns` is what running a layer again costs beside its kernels.
+    A transfer takes `post_ns`, and `post_byte_ns` for every byte, of the time of the worker at each of its ends.
     """
 
     forward_ns: Latency = 0.0
@@ -108,6 +109,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     split_ns: Latency = 0.0
     split_weight: Positive = 1.0
     recompute_ns: Latency = 0.0
+    post_ns: Latency = 0.0
+    post_byte_ns: Latency = 0.0
 
 
 class OptimizerFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

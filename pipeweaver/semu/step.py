@@ -165,7 +165,8 @@ def _recost(step: StepStages, units: Sequence[int], where: Where) -> None:
 def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], where: Where) -> None:
     """Bytes and times of the edges into and out of these units, and what leaves those whose own items changed."""
     edges, items = step.edges, step.share.items
-    num_rows, edge_bytes, lag_ns = edges.num_rows.copy(), step.edge_bytes.copy(), step.lag_ns.copy()
+    num_rows, edge_bytes = edges.num_rows.copy(), step.edge_bytes.copy()
+    lag_ns, post_ns = step.lag_ns.copy(), step.post_ns.copy()
     rows_of: dict[object, int] = {}  # chunks with the same parts have the same edges
     for e in sorted({edge for unit in units for edge in where.edges_of.get(unit, ())}):
         source, destination = int(edges.source[e]), int(edges.destination[e])
@@ -181,8 +182,9 @@ def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], 
         if not step.is_local[e]:
             sender, receiver = int(step.worker[source]), int(step.worker[destination])
             lag_ns[e] = step.pricing.transfer_ns(sender, receiver, int(edge_bytes[e]))
+            post_ns[e] = step.pricing.post_ns(int(edge_bytes[e]))
     step.edges = edges._replace(num_rows=num_rows)
-    step.edge_bytes, step.lag_ns = edge_bytes, lag_ns
+    step.edge_bytes, step.lag_ns, step.post_ns = edge_bytes, lag_ns, post_ns
     step.output_bytes = step.output_bytes.copy()
     sums: dict[tuple[int, str], int] = {}
     for unit in resized_units:

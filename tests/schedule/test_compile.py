@@ -19,7 +19,7 @@ from pipeweaver.schedule.files import load_plans, orders, save_plans, text
 from pipeweaver.schedule.flat import flatten, records
 from pipeweaver.schedule.gradients import has_backward
 from pipeweaver.schedule.groups import parameter_groups
-from pipeweaver.schedule.ir import Chunk, Draft, Part, Placement, Rows, Stage
+from pipeweaver.schedule.ir import Chunk, Draft, Part, Placement, Post, Rows, Stage
 from pipeweaver.schedule.memory import flat_peak_bytes, held_bytes, peak_bytes
 from pipeweaver.schedule.verify import verify
 
@@ -87,6 +87,22 @@ def test_equal_stages_take_the_closed_form(schedule, workers, count):
     assert plan.prediction.lower_bound_ns <= plan.prediction.makespan_ns
     bubble = (workers - 1) / (count + workers - 1)
     assert plan.prediction.bubble == pytest.approx(bubble)
+
+
+def test_posts_take_the_time_of_both_workers():
+    def plan(posting_ns):
+        draft = chain_draft(2, 2, all_forward_all_backward(2, 2))
+        costs = FlatCosts(layers={"language": 2}, posting_ns=posting_ns, **FREE_LINKS)
+        return compile_plan(chain(2), texts(2), draft, costs)
+
+    free, paid = plan(0), plan(300)
+    for worker in range(2):
+        ends = zip(paid.actions[worker], paid.prediction.spans[worker], strict=True)
+        assert [span.end_ns - span.start_ns for action, span in ends if isinstance(action, Post)] == [300] * 4
+    # Layers take 10 us; worker 0 posts the first tensor in between.
+    starts = [stage_spans(paid, paid.prediction.spans)[Stage(0, part, "F")].start_ns for part in range(2)]
+    assert starts == [0, 10_300]
+    assert free.prediction.makespan_ns < paid.prediction.makespan_ns <= free.prediction.makespan_ns + 8 * 300
 
 
 def test_one_f_one_b_holds_fewer_activations_than_all_forward_first():

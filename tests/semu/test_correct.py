@@ -95,3 +95,12 @@ def test_posts_and_frees_behind_a_stage_are_its_time_and_waits_are_not():
     spans = tuple(Span(start, end) for start, end in zip([0, *ends], ends, strict=False))
     measured = Measurement(spans=(spans,), transfers=(), step_ns=ends[-1])
     assert updated({}, [plan], [measured])["vision/0"] == pytest.approx(1.1**GAIN)
+
+
+def test_posts_count_as_planned():
+    plan = plan_of({"vision": 1_000})
+    (stage,) = plan.actions[0]
+    actions = (stage, Post(transfer=0, duration_ns=100))
+    plan = replace(plan, actions=(actions,))
+    measured = Measurement(spans=((Span(0, 1_000), Span(1_000, 1_100)),), transfers=(), step_ns=1_100)
+    assert updated({}, [plan], [measured])["vision/0"] == pytest.approx(1.0)
