@@ -1,7 +1,8 @@
 """What is chosen about a step before its order: a point on a few ladders, and its neighbours.
 
     grouping   samples in the microbatches drawn, or evened out by cost; so many neighbouring microbatches in one
-    parts      into how many parts the fullest microbatch drawn is cut, of the module with most work to cut
+    parts      into how many parts the fullest microbatch drawn is cut, of the module with most work to cut; 0.5 for parts
+               as large as two of it, of several microbatches in one
     level      how much of what it would keep a unit may hold (`leaning.py`)
     split      whether backwards are split into input and weight gradients
 
@@ -26,7 +27,7 @@ from pipeweaver.schedule.ir import Chunk
 T = TypeVar("T")
 
 MERGES = (1, 2, 4, 8)
-PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+PARTS = (0.5, 0.7, 1, 2, 3, 4, 6, 8, 12, 16)
 LEVELS = (1.0, 0.85, 0.7, 0.55, 0.4, 0.2, 0.0)
 """The ladders."""
 ASKED = 9
@@ -39,7 +40,7 @@ class Choice(NamedTuple):
 
     merge: int = 1
     even: bool = False
-    parts: int = 1
+    parts: float = 1
     level: float = 1.0
     split: bool = False
 
@@ -54,7 +55,7 @@ class Ladders(NamedTuple):
 
     merges: tuple[int, ...] = (1,)
     evens: tuple[bool, ...] = (False,)
-    parts: tuple[int, ...] = (1,)
+    parts: tuple[float, ...] = (1,)
     levels: tuple[float, ...] = (1.0,)
     splits: tuple[bool, ...] = (False,)
 
@@ -63,9 +64,11 @@ class Ladders(NamedTuple):
         for level in _beside(self.levels, choice.level):
             yield choice._replace(level=level)
         for parts in _beside(self.parts, choice.parts):
-            yield choice._replace(parts=parts)
+            if parts * choice.merge >= 1:
+                yield choice._replace(parts=parts)
         for merge in _beside(self.merges, choice.merge):
-            yield choice._replace(merge=merge)
+            if merge * choice.parts >= 1:
+                yield choice._replace(merge=merge)
         for even in _beside(self.evens, choice.even):
             yield choice._replace(even=even)
         for split in _beside(self.splits, choice.split):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import ceil
 
 import msgspec
 import numpy as np
@@ -51,7 +52,7 @@ TRY_ROUNDS = 4
 """Orders that the search of a try looks at, and again once units keep what there is room for."""
 BLOCK = 32
 """Rounds of search over the best choice's order, after which its plan is looked at."""
-FILLING = 16
+FILLING = 8
 """Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
 MANY = 32
 """Microbatches up to which the first cut under a budget is finer."""
@@ -159,7 +160,7 @@ class StepPlanner:
     def leanest(self) -> tuple[Draft, FlatPlan]:
         """One microbatch after the other, at the leanest level: of all ways to cut it the one that needs least."""
         least: tuple[int, Draft, FlatPlan] | None = None
-        for parts in self._ladders.parts:
+        for parts in (parts for parts in self._ladders.parts if parts >= 1):
             step = self._step(Choice(parts=parts))
             strategies, costs = leaned(step, self._ladders.levels[-1], self.options.strategies)
             made = step_problem(step, costs, np.zeros(len(step), np.int64))
@@ -182,9 +183,12 @@ class StepPlanner:
         alike = len({item.task for item in self.share.items}) == 1 and not has_joint_loss(self.graph, self.share)
         lean = any(strategy != "keep" for strategy in options.strategies) and self.limited and not self.forward_only
         most = fullest(self.share, self._module) if self._module is not None else 1
-        by_items = {-(-most // parts): parts for parts in reversed(PARTS) if parts <= most}
+        merges = tuple(merge for merge in MERGES if merge <= count) if free else (1,)
+        least = 1 / merges[-1] if self._module is not None else 1
+        fitting = [parts for parts in PARTS if least <= parts <= most]
+        by_items = {ceil(most / parts): parts for parts in reversed(fitting)}
         return Ladders(
-            merges=tuple(merge for merge in MERGES if merge <= count) if free else (1,),
+            merges=merges,
             evens=(False, True) if free and alike else (False,),
             parts=tuple(sorted(by_items.values())),
             levels=LEVELS if lean else (1.0,),
@@ -200,7 +204,7 @@ class StepPlanner:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders, count = self._ladders, len(self.share.microbatches)
         # Many microbatches fill the pipeline as they are; parts are small where they have to be, for memory.
-        first, wanted = (4, 4) if self.limited and count <= MANY else (2, 3)
+        first, wanted = (4, 4) if self.limited and count <= MANY else (2 if self.limited else 1, 3)
         here = Choice(
             merge=1
             if self.limited
@@ -318,7 +322,7 @@ class StepPlanner:
             share = merged(share, choice.merge) if choice.merge > 1 else share
             items = dict(self.options.items_per_part)
             if self._module is not None:
-                items[self._module] = -(-fullest(self.share, self._module) // choice.parts)
+                items[self._module] = ceil(fullest(self.share, self._module) / choice.parts)
             by_cost = self.item_costs if self.options.even_parts == "cost" else None
             self._steps[choice.cut] = StepStages(
                 self.graph,
