@@ -48,50 +48,71 @@ def time_stages(graph: StageGraph, orders: Orders) -> StageTimes:
     return StageTimes(start, end, completed)
 
 
+_BLOCKED = np.int64(1) << 62
+"""When a worker goes on whose next stage waits for others, or that has none."""
+
+
 @numba.njit(cache=True)
 def _run(order_start, order, duration, successor_start, successor, lag):  # type: ignore[no-untyped-def]
     """(start, end; per stage), stages by their ends as far as they run, (place of the next stage; per worker)."""
     num_workers, size = len(order_start) - 1, len(duration)
     waiting, ready = np.zeros(size, np.int64), np.zeros(size, np.int64)
     start, end, popped = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    worker = np.full(size, -1, np.int64)
     for i in range(len(successor)):
         waiting[successor[i]] += 1
     head, free = order_start[:-1].copy(), np.zeros(num_workers, np.int64)
+    begin = np.full(num_workers, _BLOCKED, np.int64)  # of the next stage of each worker
+    for w in range(num_workers):
+        for at in range(order_start[w], order_start[w + 1]):
+            worker[order[at]] = w
+        if head[w] < order_start[w + 1] and waiting[order[head[w]]] == 0:
+            begin[w] = 0
     done = 0
     while True:
         # The earliest stage that is next on its worker and has all it needs; of equals the first in the orders.
-        best, when = -1, np.int64(0)
+        best, when = -1, _BLOCKED
         for w in range(num_workers):
-            if head[w] < order_start[w + 1] and waiting[order[head[w]]] == 0:
-                begin = max(free[w], ready[order[head[w]]])
-                if best < 0 or begin < when:
-                    best, when = w, begin
+            if begin[w] < when:
+                best, when = w, begin[w]
         if best < 0:
             break
         s = order[head[best]]
         start[s], end[s], popped[s] = when, when + duration[s], done
         done += 1
-        free[best] = end[s]
+        free[best], begin[best] = end[s], _BLOCKED
         head[best] += 1
         for i in range(successor_start[s], successor_start[s + 1]):
             t = successor[i]
             waiting[t] -= 1
             ready[t] = max(ready[t], end[s] + lag[i])
+            w = worker[t]
+            if waiting[t] == 0 and w >= 0 and w != best and head[w] < order_start[w + 1] and order[head[w]] == t:
+                begin[w] = max(free[w], ready[t])
+        if head[best] < order_start[best + 1] and waiting[order[head[best]]] == 0:
+            begin[best] = max(free[best], ready[order[head[best]]])
     return start, end, _merged(order_start, order, end, popped, head), head
 
 
 @numba.njit(cache=True)
 def _merged(order_start, order, end, popped, stop):  # type: ignore[no-untyped-def]
     """The stages of all workers, up to place `stop` of each, by their ends; of equals first who was timed first."""
+    num_workers = len(stop)
     place = order_start[:-1].copy()
     merged = np.empty(np.sum(stop - place), np.int64)
+    first, rank = np.full(num_workers, _BLOCKED, np.int64), np.zeros(num_workers, np.int64)
+    for w in range(num_workers):
+        if place[w] < stop[w]:
+            first[w], rank[w] = end[order[place[w]]], popped[order[place[w]]]
     for i in range(len(merged)):
-        best = -1
-        for w in range(len(place)):
-            if place[w] < stop[w]:
-                s = order[place[w]]
-                if best < 0 or end[s] < end[best] or (end[s] == end[best] and popped[s] < popped[best]):
-                    best, worker = s, w
-        merged[i] = best
-        place[worker] += 1
+        best = 0
+        for w in range(1, num_workers):
+            if first[w] < first[best] or (first[w] == first[best] and rank[w] < rank[best]):
+                best = w
+        merged[i] = order[place[best]]
+        place[best] += 1
+        if place[best] < stop[best]:
+            first[best], rank[best] = end[order[place[best]]], popped[order[place[best]]]
+        else:
+            first[best] = _BLOCKED
     return merged
