@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
@@ -82,12 +82,15 @@ def setup_rows(name: str, policy: str, batches: Batches) -> Iterator[tuple[Row, 
     """Rows of a setup, as they are found, each with what it loses against the plan after `long_seconds`, if that is asked
     for. Of policy `pipeweaver` only what others are compared with: 16 microbatches within the memory."""
     case = cases()[name]
-    placement = placed(case, policy, batches)
-    warm(case, policy, placement)
     ours = policy == "dynamic"
+    placements = {
+        unlimited: placed(case, policy, batches, unlimited) for unlimited in ((False, True) if ours else (False,))
+    }
+    warm(case, policy, placements)
     for unlimited, microbatches in product((False, True), batches.microbatches):
         if not ours and (unlimited or microbatches != COMPARED):
             continue
+        placement = placements[unlimited]
         share = single_share(case.graph, case.batch(seed=0, microbatches=microbatches))
         other = single_share(case.graph, case.batch(seed=1, microbatches=microbatches))
         planned(case, policy, placement, other, unlimited=unlimited, seconds=SECONDS["dynamic"])
@@ -99,18 +102,22 @@ def setup_rows(name: str, policy: str, batches: Batches) -> Iterator[tuple[Row, 
         yield row, loss
 
 
-def placed(case: Case, policy: str, batches: Batches) -> Placement:
-    """The policy's placement for a sample of batches, within the memory; no part of a row's time."""
+def placed(case: Case, policy: str, batches: Batches, unlimited: bool) -> Placement:
+    """The policy's placement for a sample of batches, with the memory of the rows that it is for; no part of a row's
+    time."""
     shares = [single_share(case.graph, case.batch(seed=1000 + i, microbatches=16)) for i in range(batches.sample)]
     place, chunks = POLICIES[policy].place, batches.chunks
     options = PolicyOptions(chunks_per_worker={} if chunks is None else dict.fromkeys(case.graph.by_name, chunks))
-    return place(case.graph, case.workers, case.costs, shares, options, dtype=DTYPE, budget_bytes=case.budget_bytes)
+    budget = None if unlimited else case.budget_bytes
+    return place(case.graph, case.workers, case.costs, shares, options, dtype=DTYPE, budget_bytes=budget)
 
 
-def warm(case: Case, policy: str, placement: Placement) -> None:
-    """Compile kernels, and let costs trace the kinds of parts that there are, on batches that are not measured."""
-    for seed, budget in product((1, 2), (None, case.budget_bytes)):
+def warm(case: Case, policy: str, placements: Mapping[bool, Placement]) -> None:
+    """Compile kernels, and let costs trace the kinds of parts that there are, on batches that are not measured.
+    `placements` by whether memory is unlimited."""
+    for seed, (unlimited, placement) in product((1, 2), placements.items()):
         share = single_share(case.graph, case.batch(seed=seed, microbatches=16))
+        budget = None if unlimited else case.budget_bytes
         planner_of(policy, case, placement, share, budget).run(WARM_ROUNDS[policy])
     # As processes that plan do: garbage is collected between batches (`runtime/planner_process.py`).
     gc.collect()
