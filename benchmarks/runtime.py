@@ -4,9 +4,9 @@
 
 Three ways run the same batches of `runtime.toml` with the same initial parameters, in alternating blocks of
 steps: our `dynamic` policy; our `1f1b` on the contiguous split that emulates fastest on this mix; and torch's
-`Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead,
-receipt of the plan and loading included; for torch neither loading nor padding is timed. Measured steps correct
-the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
+`Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead by the
+planner service on the same two cores, receipt of the plan and loading included; for torch neither loading nor padding
+is timed. Measured steps correct the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,21 +27,18 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import machine
-from benchmarks.torch_pipeline import FirstStage, LastStage, TorchPipeline, pad, shapes
-from pipeweaver.calibrate import calibrated_costs, conditions
+from benchmarks.torch_pipeline import TorchPipeline, pad, padding_flops_share, shapes, torch_layers
+from pipeweaver.calibrate import calibrated_costs, conditions, pack_costs
 from pipeweaver.config import Job, load
 from pipeweaver.costs import Costs
 from pipeweaver.data.dataset import Dataset, load_part
 from pipeweaver.data.items import Batch
 from pipeweaver.data.tasks import TaskBatches
-from pipeweaver.model.build import materialise, materialise_all, named_parameters
+from pipeweaver.model.build import materialise, named_parameters
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.model.language import LanguageConfig
-from pipeweaver.model.reference import run_all
 from pipeweaver.model.vit import VitConfig
 from pipeweaver.planner.assign import single_share
 from pipeweaver.policies import POLICIES
@@ -50,6 +48,8 @@ from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
 from pipeweaver.runtime.exchange import Exchange, Finish, RunPlan
 from pipeweaver.runtime.join import Membership, join
 from pipeweaver.runtime.launch import launch
+from pipeweaver.runtime.planner_messages import JobSetup
+from pipeweaver.runtime.service import Service
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
@@ -131,7 +131,8 @@ def work(path: Path, blocks: int, size: int, microbatches: int) -> None:
         )
         membership.company.close()  # from here on only steps are running
         comparison = Comparison(job, membership, exchange, transport, datasets, batches, blocks, costs)
-        comparison.run()
+        with ExitStack() as opened:
+            comparison.run(opened)
     if membership.is_first:
         path.write_text(json.dumps(figures(comparison)))
     transport.close()
@@ -152,6 +153,7 @@ class Comparison:
         graph = prepare.job_graph(job)
         self.load = partial(load_part, datasets)
         self.planning: dict[str, Planning] = {}
+        self.services: dict[str, Service] = {}
         if costs is not None:
             shares = [single_share(graph, batch) for batch in batches[:SAMPLE]]
             dynamic = POLICIES["dynamic"].place(graph, 2, costs, shares, job.policy.options)
@@ -181,8 +183,9 @@ class Comparison:
         self.losses: dict[str, float] = {}
         self._blocks = 0
 
-    def run(self) -> None:
-        """Every way over all batches in blocks, the order turning from block to block."""
+    def run(self, opened: ExitStack) -> None:
+        """Every way over all batches in blocks, the order turning from block to block; `opened` ends planner processes."""
+        self.services = {way: opened.enter_context(self._service(chosen)) for way, chosen in self.planning.items()}
         ways = [*self.workers, "torch"]
         size = len(self.batches) // self.num_blocks
         for block in range(self.num_blocks):
@@ -200,9 +203,20 @@ class Comparison:
             assert step.plan is not None
             measurement = Measurement(spans=step.spans, transfers=(), step_ns=step.step_ns)
             factors = updated(factors, [step.plan], [measurement])
-        assert self.costs is not None
         self.factors[way] = factors
-        self.planning[way] = replace(self.planning[way], costs=self.costs.corrected(factors))
+
+    def _service(self, planning: Planning) -> Service:
+        assert self.costs is not None
+        setup = JobSetup(
+            path=self.job.path,
+            overrides=self.job.overrides,
+            fingerprint=prepare.fingerprint(self.job),
+            policy=planning.policy,
+            placement=planning.placement,
+            budget_bytes=None,
+            costs=pack_costs(self.costs),
+        )
+        return Service(planning, setup, seconds=self.job.planner.seconds, cores=self.membership.helper_cores)
 
     def _worker(self, graph: ModelGraph, placement: Placement) -> Worker:
         job, device = self.job, self.membership.device
@@ -237,13 +251,13 @@ class Comparison:
         ]
 
     def _our_block(self, way: str, numbers: list[int]) -> Iterator[Ran]:
-        """Plans are made one step ahead by a thread of the first rank, as in training."""
+        """Plans are proven and handed out one step ahead by a thread of the first rank, as in training."""
         worker, base = self.workers[way], self._blocks * 1000
         ahead = None
         if self.membership.is_first:
-            chosen = self.planning[way]
-            orders = (Order(plans=plan_batch(chosen, self.batches[i]), step=self.batches[i].step) for i in numbers)
-            ahead = Ahead(orders, self.exchange, num_replicas=1, readers=2, first=base)
+            cores = self.membership.helper_cores
+            orders = self._orders(way, numbers)
+            ahead = Ahead(orders, self.exchange, num_replicas=1, readers=2, first=base, cores=cores)
         for number in range(base, base + len(numbers) + 1):
             message = self.exchange.receive(number, 0)
             if ahead is not None:
@@ -255,6 +269,14 @@ class Comparison:
             yield Ran(plan=message.plan, spans=result.spans, loss=sum(result.losses.values()))
         if ahead is not None:
             ahead.close()
+
+    def _orders(self, way: str, numbers: Sequence[int]) -> Generator[Order]:
+        """Plans of the batches, which the service is told of some orders ahead."""
+        service, told = self.services[way], self.job.planner.ahead + 1
+        for position, number in enumerate(numbers):
+            for coming in numbers[:told] if position == 0 else numbers[position + told - 1 : position + told]:
+                service.want(coming, self.batches[coming], factors=self.factors.get(way))
+            yield Order(plans=service.take(number), step=self.batches[number].step)
 
     def _torch_block(self, numbers: list[int]) -> Iterator[Ran]:
         self.transport.barrier()
@@ -297,19 +319,6 @@ def contiguous(graph: ModelGraph, first: int) -> Placement:
     return Placement(workers=2, chunks=tuple(chunks))
 
 
-def torch_layers(graph: ModelGraph, rank: int, seed: int) -> dict[str, nn.Module]:
-    """The layers of torch's stage `rank`: the encoder and half of the language model, or the other half."""
-    language = graph.by_name["language"]
-    half = len(language.layers) // 2
-    encoder = Chunk(task="main", module="vision", start=0, stop=len(graph.by_name["vision"].layers), worker=0)
-    chunks = (
-        [encoder, Chunk(task="main", module="language", start=0, stop=half, worker=0)]
-        if rank == 0
-        else [Chunk(task="main", module="language", start=half, stop=len(language.layers), worker=1)]
-    )
-    return materialise(graph, chunks, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
-
-
 def predicted_ns(plans: Sequence[Plan]) -> int:
     return max(plan.prediction.step_ns for plan in plans if plan.prediction)
 
@@ -332,7 +341,7 @@ def emulated_ns(step: Step) -> int:
 
 def figures(comparison: Comparison) -> dict[str, object]:
     ours, static, theirs = (comparison.measured[way] for way in ("dynamic", "1f1b", "torch"))
-    losses = comparison.losses
+    losses, graph = comparison.losses, prepare.job_graph(comparison.job)
     for loss in losses.values():
         assert abs(loss - losses["dynamic"]) < 1e-3 * losses["dynamic"], f"losses differ: {losses}"
     errors = [
@@ -345,7 +354,9 @@ def figures(comparison: Comparison) -> dict[str, object]:
         "overhead": statistics.median(overheads),
         "prediction_error_median": statistics.median(errors),
         "padding_share": padding_share([step.plan for step in ours if step.plan]),
-        "torch_padding_share": torch_padding_share(comparison),
+        "torch_padding_share": padding_flops_share(
+            graph, single_share(graph, comparison.batches[0]), comparison.load, comparison.padded[0], comparison.shape
+        ),
         "emulated_vs_best_static": statistics.median(
             b.plan.prediction.step_ns / a.plan.prediction.step_ns
             for a, b in zip(ours, static, strict=True)
@@ -367,27 +378,6 @@ def figures(comparison: Comparison) -> dict[str, object]:
 def ratio(slow: Sequence[Step], fast: Sequence[Step]) -> float:
     """Median over the steps of how much faster the second way ran the same batch."""
     return statistics.median(a.step_ns / b.step_ns for a, b in zip(slow, fast, strict=True))
-
-
-def torch_padding_share(comparison: Comparison) -> float:
-    """Share of the forward FLOPs of torch's stages that go into padding, on the first batch."""
-    graph = prepare.job_graph(comparison.job)
-    layers = materialise_all(graph, seed=0, device=torch.device("cpu"), dtype=torch.float32)
-    batch, padded = comparison.batches[0], comparison.padded[0]
-    share = single_share(graph, batch)
-    first, last = FirstStage(layers, comparison.shape), LastStage(layers)
-    with torch.no_grad(), FlopCounterMode(display=False) as without:
-        run_all(
-            graph, layers, share.items, share.links, lambda items, names: comparison.load(items, share.records, names)
-        )
-    with torch.no_grad(), FlopCounterMode(display=False) as with_padding:
-        for m in range(len(padded.tokens)):
-            row = slice(m, m + 1)
-            x = first(
-                padded.pixels[row], padded.valid[row], padded.features[row], padded.tokens[row], padded.lengths[row]
-            )
-            last(x, padded.lengths[row])
-    return 1 - without.get_total_flops() / with_padding.get_total_flops()
 
 
 def show(found: dict[str, object]) -> None:

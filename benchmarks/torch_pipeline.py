@@ -18,11 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.flop_counter import FlopCounterMode
 
-from pipeweaver.data.items import Batch, Item
+from pipeweaver.data.items import Batch, Item, Share
 from pipeweaver.model.attention import rotary, rotate
+from pipeweaver.model.build import materialise, materialise_all
+from pipeweaver.model.graph import ModelGraph
 from pipeweaver.model.part import PartView
+from pipeweaver.model.reference import run_all
+from pipeweaver.runtime.execution import Loader
 from pipeweaver.runtime.optimizer import OptimizerConfig, adamw, clip_factor
+from pipeweaver.schedule.ir import Chunk
 
 IGNORED = -100
 
@@ -219,6 +225,35 @@ class TorchPipeline:
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum") / self.normaliser
+
+
+def torch_layers(graph: ModelGraph, rank: int, seed: int) -> dict[str, nn.Module]:
+    """The layers of torch's stage `rank`: the encoder and half of the language model, or the other half."""
+    language = graph.by_name["language"]
+    half = len(language.layers) // 2
+    encoder = Chunk(task="main", module="vision", start=0, stop=len(graph.by_name["vision"].layers), worker=0)
+    chunks = (
+        [encoder, Chunk(task="main", module="language", start=0, stop=half, worker=0)]
+        if rank == 0
+        else [Chunk(task="main", module="language", start=half, stop=len(language.layers), worker=1)]
+    )
+    return materialise(graph, chunks, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def padding_flops_share(graph: ModelGraph, share: Share, load: Loader, padded: Padded, shape: Shapes) -> float:
+    """Share of the forward FLOPs of torch's stages that go into padding, on one batch."""
+    layers = materialise_all(graph, seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    first, last = FirstStage(layers, shape), LastStage(layers)
+    with torch.no_grad(), FlopCounterMode(display=False) as without:
+        run_all(graph, layers, share.items, share.links, lambda items, names: load(items, share.records, names))
+    with torch.no_grad(), FlopCounterMode(display=False) as with_padding:
+        for m in range(len(padded.tokens)):
+            row = slice(m, m + 1)
+            x = first(
+                padded.pixels[row], padded.valid[row], padded.features[row], padded.tokens[row], padded.lengths[row]
+            )
+            last(x, padded.lengths[row])
+    return 1 - without.get_total_flops() / with_padding.get_total_flops()
 
 
 def _blocks(layers: Mapping[str, Any], module: str) -> list[Any]:

@@ -26,8 +26,8 @@ from pipeweaver.runtime.process import tie_to_parent
 
 LEAST_ROUNDS = 16
 """Rounds between the first plan and the second; every plan after it has about twice as many as the one before."""
-CLOSE = 1.001
-"""A makespan of so many times the lower bound is not searched any further."""
+CLOSE = 1.005
+"""A makespan of so many times the lower bound is not searched any further: costs are not known to half a per cent."""
 NICE = 19
 """Lowest priority: workers come first, wherever they want to run."""
 
@@ -88,7 +88,7 @@ def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
         waiting = inbox.receive(end)
     begin = msgspec.msgpack.decode(waiting.pop(0), type=Begin)
     if begin.beside_training:
-        os.nice(NICE)
+        _yield_to_workers()
     planning = planning_of(begin)
     # Plans are trees of records, in which nothing is ever found to be garbage but much time goes into looking.
     gc.freeze()
@@ -111,7 +111,7 @@ def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
             if isinstance(answer, Refused) or answer.finished:
                 del searches[number]
             if os.getpriority(os.PRIO_PROCESS, 0) < NICE and all(search.has_plan for search in searches.values()):
-                os.nice(NICE)  # the first plans are there: training begins
+                _yield_to_workers()  # the first plans are there: training begins
         else:
             gc.collect()
         if not searches or select.select([end], [], [], 0)[0]:
@@ -185,6 +185,13 @@ class Search:
 
     def _found(self) -> tuple[Plan, ...]:
         return tuple(records(search.plan()[1]) for search in self._searches)
+
+
+def _yield_to_workers() -> None:
+    """From here on only where nobody else wants to run: whoever wakes up takes the core at once, where the system can."""
+    os.nice(NICE)
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _is_proven_best(plans: Sequence[Plan]) -> bool:

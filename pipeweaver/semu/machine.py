@@ -114,10 +114,10 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OptimizerFactors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[optimizer]: share of the memory bandwidth that norm, clipping and step reach, and what each parameter costs
-    beside."""
+    """[optimizer]: share of the memory bandwidth that norm, clipping and step reach, above 1 where what they read is still
+    in a cache, and what each parameter costs beside."""
 
-    factor: Share
+    factor: Positive
     parameter_ns: Latency = 0.0
 
 
