@@ -25,7 +25,8 @@ from dataclasses import replace
 from pipeweaver.runtime.process import tie_to_parent
 
 LEAST_ROUNDS = 16
-"""Rounds between the first plan and the second; every plan after it has about twice as many as the one before."""
+"""Rounds between the first plan and the second; every plan after it has about twice as many as the one before. After so
+many rounds a batch that has no plan yet takes precedence."""
 CLOSE = 1.005
 """A makespan of so many times the lower bound is not searched any further: costs are not known to half a per cent."""
 NICE = 19
@@ -107,9 +108,10 @@ def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
         if searches:
             number = min(searches, key=lambda n: (searches[n].has_plan, n))
             answer = searches[number].step()
-            end.sendall(encode(answer))
-            if isinstance(answer, Refused) or answer.finished:
-                del searches[number]
+            if answer is not None:
+                end.sendall(encode(answer))
+                if isinstance(answer, Refused) or answer.finished:
+                    del searches[number]
             if os.getpriority(os.PRIO_PROCESS, 0) < NICE and all(search.has_plan for search in searches.values()):
                 _yield_to_workers()  # the first plans are there: training begins
         else:
@@ -126,7 +128,8 @@ class Search:
         self._planning = corrected(planning, wanted.factors)
         self._wanted = wanted
         self._fixed_rounds, self._seconds = begin.rounds, begin.seconds
-        self._rounds, self._used = 0, 0.0
+        self._rounds, self._rounds_left = 0, 0  # made, and still to be made for the next plans
+        self._used, self._turn = 0.0, 0.0  # seconds: in all, and for the next plans
         self._searches: list[StepSearch] = []
         self._best: tuple[Plan, ...] = ()
 
@@ -134,14 +137,17 @@ class Search:
     def has_plan(self) -> bool:
         return bool(self._best)
 
-    def step(self) -> Planned | Refused:
-        """The next plans, or why there are none."""
+    def step(self) -> Planned | Refused | None:
+        """The next plans, or why there are none; None as long as rounds are missing for the next ones."""
         begun = time.process_time()
         try:
             plans = self._improved() if self._best else self._first()
         except ValueError as error:
             return Refused(number=self._wanted.number, error=str(error))
-        took = time.process_time() - begun
+        self._turn += time.process_time() - begun
+        if not plans:
+            return None
+        took, self._turn = self._turn, 0.0
         self._used += took
         # More rounds are not always better in the end: the compiler knows more than the search.
         better = not self._best or predicted_ns(plans) < predicted_ns(self._best)
@@ -177,11 +183,13 @@ class Search:
         return self._found()
 
     def _improved(self) -> tuple[Plan, ...]:
-        more = max(LEAST_ROUNDS, self._rounds)
-        self._rounds += more
+        """Plans of about twice as many rounds; nothing as long as they are not made."""
+        self._rounds_left = self._rounds_left or max(LEAST_ROUNDS, self._rounds)
         for search in self._searches:
-            search.run(more)
-        return self._found()
+            search.run(LEAST_ROUNDS)
+        self._rounds += LEAST_ROUNDS
+        self._rounds_left -= LEAST_ROUNDS
+        return () if self._rounds_left else self._found()
 
     def _found(self) -> tuple[Plan, ...]:
         return tuple(records(search.plan()[1]) for search in self._searches)
