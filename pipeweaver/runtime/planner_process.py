@@ -196,10 +196,12 @@ class Search:
 
 
 def _yield_to_workers() -> None:
-    """From here on only where nobody else wants to run: whoever wakes up takes the core at once, where the system can."""
+    """From here on a process for the gaps: it takes the core from nobody when it wakes up, where the system can.
+
+    SCHED_IDLE would be too much of it: on a machine that others keep busy such a process cannot even end."""
     os.nice(NICE)
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _is_proven_best(plans: Sequence[Plan]) -> bool:

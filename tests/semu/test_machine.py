@@ -160,3 +160,9 @@ def test_shipped_factors_are_those_of_the_tables(measured_data: Path) -> None:
 def test_bad_measurements_are_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError, match="b=1, m=2"):
         check_measurement("b=1, m=2", value)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_may_run_from_caches(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(GOOD + "\n[optimizer]\nfactor = 2.2\n")
+    assert load_machine(str(path)).optimizer.factor == 2.2

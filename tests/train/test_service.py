@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from pipeweaver.runtime import service as service_module
 from pipeweaver.runtime.ahead import plan_batch
-from pipeweaver.runtime.planner_messages import Begin, JobSetup, Planned, Taken, encode
-from pipeweaver.runtime.planner_process import job_planning
+from pipeweaver.runtime.planner_messages import Begin, JobSetup, Planned, Taken, Wanted, encode
+from pipeweaver.runtime.planner_process import Search, job_planning
 from pipeweaver.runtime.reuse import Reuse
 from pipeweaver.runtime.service import Service
 from tests.train import service_cases
@@ -168,6 +168,24 @@ def test_a_run_begins_when_the_first_batches_have_plans(start, monkeypatch):
     found += [service.take(step) for step in (1, 2)]
     assert_right(found, range(3))
     assert service.said == []
+
+
+def test_a_process_makes_way_for_workers_once_all_batches_have_plans(start):
+    service = start(seconds=0.0)
+    service.want(0, batch(0))
+    service.take(0)
+    (planner,) = service._pool.planners
+    wait_for(lambda: os.getpriority(os.PRIO_PROCESS, planner.pid) == 19)
+    if hasattr(os, "SCHED_BATCH"):
+        wait_for(lambda: os.sched_getscheduler(planner.pid) == os.SCHED_BATCH)
+
+
+def test_a_search_can_be_left_after_a_few_rounds():
+    begin = Begin(setup=msgspec.Raw(b""), seconds=60.0)
+    search = Search(planning(), begin, Wanted(number=0, batch=batch(0), first=0, stop=1))
+    # The first plan, then 16 rounds, 16 more, 32 more, 64 more: 16 at a time.
+    has_answer = [search.step() is not None for _ in range(9)]
+    assert has_answer == [True, True, True, False, True, False, False, False, True]
 
 
 def test_a_frozen_process_is_ended_and_started_again(start, monkeypatch):
