@@ -235,7 +235,9 @@ def garbage(plans, other):
 SEND_ANSWER = """
 import socket, sys
 end = socket.socket(fileno=int(sys.argv[2]))
-end.recv(1)
+asked = b""
+while b"Wanted" not in asked:
+    asked += end.recv(100_000) or sys.exit()
 end.sendall(open(sys.argv[1], "rb").read())
 while end.recv(100_000):
     pass
