@@ -118,7 +118,7 @@ def _share_out(
             counts[name][worker] += 1
             loads[:, worker] += layer[name]
 
-    if fill > 0:
+    if modules and fill > 0:
         heaviest = max(modules, key=lambda name: float(modules[name].sum()))
         hops = (np.arange(workers) - begins[heaviest]) % workers
         loads += fill * loads.mean(axis=1, keepdims=True) * hops / max(1, workers - 1)

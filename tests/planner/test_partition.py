@@ -172,3 +172,11 @@ def test_workers_that_the_first_part_reaches_late_have_less_to_do():
 
     assert counts(0.0) == [5, 5, 5, 5]
     assert counts(0.4) == [6, 5, 5, 4]
+
+
+def test_modules_of_fewer_layers_than_workers_have_no_fill_to_share_out():
+    graph = graph_of("one", (2,))
+    (name,) = graph.by_name
+    placements = [balanced(graph, 4, [{name: [10, 20]}], {"main": (name,)}, {name: 1}, fill) for fill in (0.0, 0.4)]
+    assert placements[0] == placements[1]
+    assert [(chunk.start, chunk.worker) for chunk in placements[0].chunks] == [(0, 0), (1, 1)]
