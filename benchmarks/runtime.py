@@ -54,7 +54,7 @@ from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
-from pipeweaver.semu.correct import Factors, updated
+from pipeweaver.semu.correct import Factors, rounded, updated
 from pipeweaver.semu.costs import SemuCosts
 
 TASK = "main"
@@ -199,10 +199,11 @@ class Comparison:
     def _correct(self, way: str, steps: Sequence[Step]) -> None:
         """Let what was measured correct the costs of the next block's plans, as training does after every step."""
         factors: Factors = self.factors.get(way, {})
+        used = rounded(factors)  # as the service does
         for step in steps:
             assert step.plan is not None
             measurement = Measurement(spans=step.spans, transfers=(), step_ns=step.step_ns)
-            factors = updated(factors, [step.plan], [measurement])
+            factors = updated(factors, used, [step.plan], [measurement])
         self.factors[way] = factors
 
     def _service(self, planning: Planning) -> Service:

@@ -135,6 +135,7 @@ class Comparison:
             plans: list[Plan] = _from_first([plan_batch(self.plannings[way], batch)[0] for batch in batches]
                                             if self.plannings else [])  # fmt: skip
             self.transport.barrier()
+            used = self.factors[way]
             ends, spans = [], []
             for plan in plans:
                 spans.append(self.workers[way].run(plan).spans)
@@ -146,7 +147,7 @@ class Comparison:
                 step = Step(plan=plans[i], step_ns=together[i] - together[i - 1])
                 self.measured[way].append(step)
                 measurement = Measurement(spans=lanes[i], transfers=(), step_ns=step.step_ns)
-                self.factors[way] = updated(self.factors[way], [step.plan], [measurement])
+                self.factors[way] = updated(self.factors[way], used, [step.plan], [measurement])
             if self.plannings:
                 corrected = self.costs.corrected(self.factors[way])
                 self.plannings[way] = replace(self.plannings[way], costs=corrected)

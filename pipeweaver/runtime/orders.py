@@ -37,9 +37,11 @@ from pipeweaver.semu.costs import SemuCosts
 
 @dataclass
 class Corrections:
-    """Factors on the costs (`semu.correct`): replaced as a whole by whoever measures, read when planning."""
+    """Factors on the costs (`semu.correct`), from so many `steps`: replaced as a whole by whoever measures, read when
+    planning."""
 
     factors: Factors = field(default_factory=dict)
+    steps: int = 0
 
 
 def planned_orders(

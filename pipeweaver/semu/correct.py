@@ -1,11 +1,12 @@
 """Let measured steps correct the costs: a factor per module and worker on the times of its stages.
 
 A machine is measured once; it may be warmer, busier or shared by then, and one worker more than another. After a step
-in which the stages of vision on worker 1 took 10 % longer than planned, their factor rises by a part of that:
+in which the stages of vision on worker 1 took 10 % longer than they would by the costs, their factor goes a part of the
+way there. Plans are made steps ahead, with factors of then (`used`):
 
-    factors = updated(factors, plans, measurements)      {"vision/0": 1.0, "vision/1": 1.03, "language/0": 1.0}
-    costs = costs.corrected(factors)                     what later plans are made with
-    uncorrected_ns(plans, factors)                       what the step would have been predicted to take without
+    factors = updated(factors, used, plans, measurements)     {"vision/0": 1.0, "vision/1": 1.03, "language/0": 1.0}
+    costs = costs.corrected(factors)                          what later plans are made with
+    uncorrected_ns(plans, used)                               what the step would have been predicted to take without
 
 What a worker does on account of a stage, before it can begin anything else, counts into the stage: posting its outputs,
 for which plans have time, and freeing buffers, for which they have none.
@@ -23,7 +24,7 @@ from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Action, Compute, Free, Measurement, Plan, Post, Span
 
 GAIN = 0.2
-"""Part of a step's deviation that is taken over. Plans are made a step ahead, so much more would overshoot."""
+"""Part of the way that factors go to what a step says; more in the first ones (`gain`)."""
 
 MOST = 2.0
 """A stage counts as at most this many times too slow, or too fast: one disturbance must not spoil the costs."""
@@ -42,12 +43,21 @@ def rounded(factors: Factors) -> dict[str, float]:
     return {key: round(factor, 2) for key, factor in factors.items()}
 
 
-def updated(factors: Factors, plans: Sequence[Plan], measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Factors after a step, from the plans of all its replicas and what was measured of each."""
+def gain(steps: int) -> float:
+    """Part of the way that factors go after so many steps: at first all steps count alike, the calibration as one."""
+    return max(GAIN, 1 / (steps + 2))
+
+
+def updated(
+    factors: Factors, used: Factors, plans: Sequence[Plan], measurements: Sequence[Measurement], part: float = GAIN
+) -> dict[str, float]:
+    """Factors after a step, from the plans of all its replicas, made with the factors `used`, and what was measured of
+    each: `part` of the way to what this step says."""
     result = dict(factors)
     for key, (measured_ns, planned_ns) in _stage_times(plans, measurements).items():
         if measured_ns and planned_ns:
-            result[key] = result.get(key, 1.0) * (measured_ns / planned_ns) ** GAIN
+            found = used.get(key, 1.0) * measured_ns / planned_ns
+            result[key] = result.get(key, 1.0) ** (1 - part) * found**part
     return result
 
 

@@ -40,7 +40,7 @@ from pipeweaver.semu.latency import (
 from pipeweaver.semu.layer import LayerGraph, Parameters, Records, counts_by_length, sizes_key
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.model_layers import inside, module_layers
-from pipeweaver.semu.stage import Run, stage_costs
+from pipeweaver.semu.stage import Run, num_items, stage_costs
 from pipeweaver.semu.symbolic import Family, Sums, measure
 
 EFFICIENT_ROWS = 32_768
@@ -140,7 +140,7 @@ class SemuCosts:
         self._chunks: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self._distinct_runs: dict[tuple[Run, ...], tuple[Run, ...]] = {}
         self._stages: dict[object, StageCost] = {}
-        self._known: dict[tuple[LayerGraph, Sums, int], tuple[LayerCosts, int]] = {}
+        self._known: dict[tuple[LayerGraph, object, int], tuple[LayerCosts, int]] = {}
         self._covered = np.zeros(3)
         self._variants: dict[tuple[LayerGraph, Strategy], LayerGraph] = {}
         self._items: dict[int, int] = {}
@@ -400,10 +400,11 @@ class SemuCosts:
         return [self._stages[key] for key in keys]
 
     def _keys(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[object]:
-        """All that the costs depend on: the sums, or the very sizes where a layer is no function of sums."""
+        """All that the costs depend on: what each layer needs of the sums, and the number of items for what is loaded;
+        or the very sizes where a layer is no function of sums."""
         if any(run.layer.is_irregular(parts[0].family) for run in runs):
             return [(runs, sizes_key(*records(i))) for i in range(len(parts))]
-        return [(runs, part) for part in parts]
+        return [(runs, num_items(part), *[run.layer.needed(part) for run in runs]) for part in parts]
 
     def _evaluated(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[StageCost]:
         """The same from costs of layers."""
@@ -420,7 +421,7 @@ class SemuCosts:
     ) -> list[tuple[LayerCosts, int]]:
         """Costs of a layer on parts of one family: for each, among which and in which row."""
         kept = self.reuse and not layer.is_irregular(parts[0].family)
-        found = [self._known.get((layer, part, copies)) if kept else None for part in parts]
+        found = [self._known.get((layer, layer.needed(part), copies)) if kept else None for part in parts]
         missing = [i for i, one in enumerate(found) if one is None]
         if missing:
             chosen = [parts[i] for i in missing]
@@ -433,7 +434,7 @@ class SemuCosts:
                 self._known.clear()
             for part, one in zip(parts, found, strict=True):
                 assert one is not None
-                self._known[layer, part, copies] = one
+                self._known[layer, layer.needed(part), copies] = one
         return found  # type: ignore[return-value]
 
     def _layer(

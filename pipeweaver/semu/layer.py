@@ -116,6 +116,15 @@ class LayerGraph:
         found = self._fits.get(family)
         return found is not None and found.irregular
 
+    def needed(self, part: Sums) -> object:
+        """All that counts on a part depend on, as a key: the sums that they are a form in, where traces have shown which,
+        else all. A text layer's do not depend on the images that only the layer before it takes in."""
+        found = self._fits.get(part.family)
+        if found is None or found.irregular or not found.checked:
+            return part
+        sums = found.fit.needed(part.values)
+        return part if sums is None else (part.family, sums)
+
     def counts_of(self, parts: Sequence[Sums], records: Records, copies: int = 1) -> list[Block]:
         """Counts on many parts of one family, as blocks of parts that have one structure.
 

@@ -54,18 +54,22 @@ def stage_costs(
     sizes = np.zeros((len(runs), len(parts), max(tensors)))
     for number, (cost, count) in enumerate(zip(costs, tensors, strict=True)):
         sizes[number, :, :count] = cost.values[:, cost.values.shape[1] - count :]
-    names = parts[0].family.names
-    items = [part.values[names.index("items")] if "items" in names else 0 for part in parts]
     found = _stages(
         np.stack([cost.phase_ns for cost in costs]),
         np.stack([cost.numbers for cost in costs]),
         sizes,
-        np.array(items, np.int64),
+        np.array([num_items(part) for part in parts], np.int64),
         places,
         layout.tensor_parallel,
         layout.row_cut,
     )
     return [StageCost(*row) for row in found.tolist()]
+
+
+def num_items(part: Sums) -> int:
+    """Of a part: all but its layers' counts that the cost of a stage depends on."""
+    names = part.family.names
+    return part.values[names.index("items")] if "items" in names else 0
 
 
 class _Places(NamedTuple):

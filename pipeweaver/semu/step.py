@@ -99,12 +99,12 @@ def resized(step: StepStages, share: Share, where: Where) -> StepStages | None:
 
 
 class Where:
-    """What is where in a step, whatever the sizes of its items: units by item, links, edges by unit; `parts` are the
-    distinct ones, `part` [U] the number of each unit's."""
+    """What is where in a step, whatever the sizes of its items: units by item, links, edges by unit, their ends, inlets
+    and workers; `parts` are the distinct ones, `part` [U] the number of each unit's."""
 
     def __init__(self, step: StepStages) -> None:
-        self.inlets = [inlet for of in step.wiring.inlets for inlet in of]
-        self.is_plain = all(len(inlet.sources) == 1 for inlet in self.inlets)
+        inlets = [inlet for of in step.wiring.inlets for inlet in of]
+        self.is_plain = all(len(inlet.sources) == 1 for inlet in inlets)
         numbers: dict[tuple[int, ...], int] = {}
         items = [step.parts[chunk][part].items for chunk, part in step.units.pairs]
         self.part = [numbers.setdefault(of, len(numbers)) for of in items]
@@ -121,11 +121,13 @@ class Where:
             self.links_from.setdefault(source, []).append(to)
         self.edges_of: dict[int, list[int]] = {}
         self.outputs_of: dict[int, set[str]] = {}
-        ends = zip(step.edges.source.tolist(), step.edges.destination.tolist(), strict=True)
-        for edge, (source, destination) in enumerate(ends):
+        self.ends = list(zip(step.edges.source.tolist(), step.edges.destination.tolist(), strict=True))
+        self.inlet_of = [inlets[inlet] for inlet in step.edges.inlet.tolist()]
+        self.is_local, self.worker = step.is_local.tolist(), step.worker.tolist()
+        for edge, (source, destination) in enumerate(self.ends):
             self.edges_of.setdefault(source, []).append(edge)
             self.edges_of.setdefault(destination, []).append(edge)
-            self.outputs_of.setdefault(source, set()).add(self.inlets[step.edges.inlet[edge]].output)
+            self.outputs_of.setdefault(source, set()).add(self.inlet_of[edge].output)
 
 
 def _same_kind(old: Item, new: Item) -> bool:
@@ -169,8 +171,8 @@ def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], 
     lag_ns, post_ns = step.lag_ns.copy(), step.post_ns.copy()
     rows_of: dict[object, int] = {}  # chunks with the same parts have the same edges
     for e in sorted({edge for unit in units for edge in where.edges_of.get(unit, ())}):
-        source, destination = int(edges.source[e]), int(edges.destination[e])
-        inlet = where.inlets[edges.inlet[e]]
+        source, destination = where.ends[e]
+        inlet = where.inlet_of[e]
         key = (where.part[source], where.part[destination], inlet.rows, inlet.linked)
         if key not in rows_of:
             wanted: Iterable[int] = where.parts[key[1]]
@@ -178,11 +180,10 @@ def _remeasure(step: StepStages, units: Sequence[int], resized_units: set[int], 
                 wanted = (i for to in wanted for i in where.links_into.get(to, ()))
             rows_of[key] = sum(items[i].sizes[inlet.rows] for i in wanted if i in where.members[key[0]])
         num_rows[e] = rows_of[key]
-        edge_bytes[e] = rows_of[key] * inlet.row_bytes
-        if not step.is_local[e]:
-            sender, receiver = int(step.worker[source]), int(step.worker[destination])
-            lag_ns[e] = step.pricing.transfer_ns(sender, receiver, int(edge_bytes[e]))
-            post_ns[e] = step.pricing.post_ns(int(edge_bytes[e]))
+        edge_bytes[e] = num_bytes = rows_of[key] * inlet.row_bytes
+        if not where.is_local[e]:
+            lag_ns[e] = step.pricing.transfer_ns(where.worker[source], where.worker[destination], num_bytes)
+            post_ns[e] = step.pricing.post_ns(num_bytes)
     step.edges = edges._replace(num_rows=num_rows)
     step.edge_bytes, step.lag_ns, step.post_ns = edge_bytes, lag_ns, post_ns
     step.output_bytes = step.output_bytes.copy()

@@ -86,6 +86,8 @@ class Fit:
         self._forms: Ints = np.zeros((0, 0), np.int64)
         self._weight = 0
         self._denominator = 1
+        self._needed: tuple[int, ...] = ()
+        self._checks: list[tuple[int, list[tuple[int, int]]]] = []
 
     def add(self, sums: tuple[int, ...], values: Sequence[int]) -> None:
         """A sample outside the span of the others."""
@@ -108,6 +110,16 @@ class Fit:
         exact = sums[:, self._pivots] @ self._forms.astype(object).T == self._denominator * sums[:, self._others]
         return [bool(one) for one in exact.all(axis=1)]
 
+    def needed(self, sums: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Columns of the sums that values depend on, and the sums there: parts that agree in both have the same values.
+        None where the samples so far do not determine them."""
+        if not self.rows:
+            return None
+        for column, form in self._checks:
+            if sum([weight * sums[pivot] for pivot, weight in form]) != self._denominator * sums[column]:
+                return None
+        return self._needed, tuple([sums[column] for column in self._needed])
+
     def __call__(self, parts: Sequence[tuple[int, ...]]) -> Floats:
         """[parts, values]: the values at each of these sums, whole numbers."""
         found: Floats = _evaluate(self._coefficients, np.array(parts, np.int64), self._pivots)
@@ -128,6 +140,11 @@ class Fit:
         if self._weight < 2**62:
             self._forms = np.ascontiguousarray(self._forms.astype(np.int64))
         self._pivots, self._others = np.array(pivots, np.int64), np.array(others, np.int64)
+        self._needed = tuple([pivot for pivot, line in zip(pivots, self._coefficients, strict=True) if line.any()])
+        self._checks = [
+            (column, [(pivot, int(weight)) for pivot, weight in zip(pivots, form, strict=True) if weight])
+            for column, form in zip(others, self._forms, strict=True)
+        ]
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,7 @@ from pipeweaver.data.table import ItemTable
 from pipeweaver.schedule.ir import Chunk
 from pipeweaver.semu.costs import SemuCosts
 from pipeweaver.semu.machine import load_machine
-from pipeweaver.semu.symbolic import measure
+from pipeweaver.semu.symbolic import Fit, measure
 from tests.semu.layers import WIDTHS, image, text, tiny_vlm
 
 
@@ -83,3 +83,27 @@ def test_stages_asked_together_cost_what_they_cost_alone(machine: str) -> None:
         ]
         assert together.stages(table, asked) == one_by_one(costs().stage, table, asked)
         assert together.strategies_of(table, asked) == one_by_one(costs().strategies, table, asked)
+
+
+def test_what_is_needed_of_the_sums_tells_values_apart() -> None:
+    """Values are 2 * rows + 1; features are a quarter of the image rows, on which nothing depends. Parts 1, rows, image
+    rows, features."""
+    fit = Fit()
+    assert fit.needed((1, 4, 8, 2)) is None
+    for sums in ((1, 4, 8, 2), (1, 6, 8, 2), (1, 4, 12, 3)):
+        fit.add(sums, [2 * sums[1] + 1])
+    assert fit.needed((1, 50, 16, 4)) == fit.needed((1, 50, 40, 10)) == ((0, 1), (1, 50))
+    assert fit.needed((1, 51, 16, 4)) == ((0, 1), (1, 51))
+    assert fit.needed((1, 50, 16, 5)) is None  # outside of what three samples determine
+    fit.add((1, 4, 8, 3), [10])  # features matter after all
+    assert fit.needed((1, 50, 16, 4)) != fit.needed((1, 50, 40, 10))
+
+
+def test_text_layers_cost_the_same_whatever_the_images_are() -> None:
+    """Behind the layer that takes in the images, nothing is costed anew when they change; what comes out is equal."""
+    costs = SemuCosts(tiny_vlm(), load_machine("H800"), widths=WIDTHS)
+    chunk = Chunk(task="main", module="language", start=1, stop=2, worker=0)
+    sides = [(2, 2), (4, 2), (2, 4), (4, 4), (6, 2), (6, 4), (8, 2), (8, 4)]
+    found = [costs.stage(chunk, [text(9, 30)], [[image(i, *side)]]) for i, side in enumerate(sides)]
+    assert len(set(found)) == 1
+    assert len(costs._stages) < len(sides)
