@@ -387,17 +387,17 @@ class SemuCosts:
         """Costs of a stage on parts of one family, those that are known looked up."""
         if not self.reuse:
             return self._evaluated(runs, parts, records)
-        keys = self._keys(runs, parts, records)
-        missing = [i for i, key in enumerate(keys) if key not in self._stages]
+        found = [self._stages.get(key) for key in self._keys(runs, parts, records)]
+        missing = [i for i, cost in enumerate(found) if cost is None]
         if missing:
             costs = self._evaluated(runs, [parts[i] for i in missing], lambda i: records(missing[i]))
-            keys = self._keys(runs, parts, records)
+            for i, cost in zip(missing, costs, strict=True):
+                found[i] = cost
             if len(self._stages) >= MOST_STAGES:
-                known = [self._stages.get(key) for key in keys]
                 self._stages.clear()
-                self._stages |= {key: cost for key, cost in zip(keys, known, strict=True) if cost is not None}
-            self._stages |= {keys[i]: cost for i, cost in zip(missing, costs, strict=True)}
-        return [self._stages[key] for key in keys]
+            # Traces on the way may have shown that costs depend on more: keys are others then.
+            self._stages.update(zip(self._keys(runs, parts, records), found, strict=True))  # type: ignore[arg-type]
+        return found  # type: ignore[return-value]
 
     def _keys(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[object]:
         """All that the costs depend on: what each layer needs of the sums, and the number of items for what is loaded;

@@ -107,3 +107,17 @@ def test_text_layers_cost_the_same_whatever_the_images_are() -> None:
     found = [costs.stage(chunk, [text(9, 30)], [[image(i, *side)]]) for i, side in enumerate(sides)]
     assert len(set(found)) == 1
     assert len(costs._stages) < len(sides)
+
+
+def test_parts_that_are_known_stay_known_where_another_tells_more() -> None:
+    """Each call has all parts of the ones before and one more, whose trace may change what is looked up by."""
+    graph, machine, draw = tiny_vlm(), load_machine("H800"), random.Random(1)
+    costs, anew = (SemuCosts(graph, machine, widths=WIDTHS, reuse=reuse) for reuse in (True, False))
+    chunk = Chunk(task="main", module="vision", start=0, stop=1, worker=0)
+    images = [image(i, 2 * draw.randint(1, 9), 2 * draw.randint(1, 9)) for i in range(30)]
+    table = ItemTable(images, [])
+    parts: list[list[int]] = []
+    while len(parts) < 12:
+        parts.append(sorted(draw.sample(range(30), draw.randint(1, 3))))
+        asked = [(chunk, part) for part in parts]
+        assert costs.stages(table, asked) == anew.stages(table, asked)
