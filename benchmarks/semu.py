@@ -36,11 +36,12 @@ from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.connect import Parts
 from pipeweaver.schedule.stages import Orders, StepStages, orders_of
 from pipeweaver.semu.compose import compose
-from pipeweaver.semu.costs import Optimizer, SemuCosts
+from pipeweaver.semu.costs import SemuCosts
 from pipeweaver.semu.fit import Constants, cross_fit
 from pipeweaver.semu.job import pipeline_ns
 from pipeweaver.semu.machine import load_machine
 from pipeweaver.semu.measured import Measured, read_measured
+from pipeweaver.semu.optimizer import Optimizer
 from pipeweaver.semu.step import NO_WORK, StepEmulator
 from pipeweaver.semu.validate import mean_absolute, memory_errors, summary, time_errors, validate
 

@@ -34,10 +34,11 @@ from pipeweaver.measure.variants import variants
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.transport import Transport
-from pipeweaver.semu.costs import SemuCosts, plain_optimizer
+from pipeweaver.semu.costs import SemuCosts
 from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.machine import Machine, load_machine
 from pipeweaver.semu.machine_file import save_machine
+from pipeweaver.semu.optimizer import plain_optimizer
 
 FORM = 4
 """Raised when what is measured changes, so that older files are not read."""

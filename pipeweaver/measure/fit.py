@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from pipeweaver.measure.records import LayerSample, LoadSample, Measured, OperatorSample
 from pipeweaver.schedule.ir import ITEM_SIZES
 from pipeweaver.semu.calls import OperatorPhase
-from pipeweaver.semu.costs import plain_optimizer
 from pipeweaver.semu.kernels import Kernels
 from pipeweaver.semu.machine import (
     AttentionFactors,
@@ -41,6 +40,7 @@ from pipeweaver.semu.machine import (
     OptimizerFactors,
     Overheads,
 )
+from pipeweaver.semu.optimizer import plain_optimizer
 
 Floats = NDArray[np.float64]
 

@@ -40,6 +40,7 @@ from pipeweaver.semu.latency import (
 from pipeweaver.semu.layer import LayerGraph, Parameters, Records, counts_by_length, sizes_key
 from pipeweaver.semu.machine import Group, Machine, collective_ns, transfer_ns
 from pipeweaver.semu.model_layers import inside, module_layers
+from pipeweaver.semu.optimizer import USUAL, Optimizer
 from pipeweaver.semu.stage import Run, num_items, stage_costs
 from pipeweaver.semu.symbolic import Family, Sums, measure
 
@@ -59,30 +60,6 @@ MOST_LAYERS, MOST_STAGES = 20_000, 100_000
 Options = tuple[dict[Strategy, StrategyCost], ...]
 """For every layer of a stage, what each memory strategy costs."""
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """What training keeps per parameter, in bytes: the gradient, and the state (float32 master copy and two
-    moments of Adam in mixed precision, two moments in float32), which `shards` replicas share out."""
-
-    gradient: int = 4
-    state: int = 12
-    shards: int = 1
-
-    def bytes_per_parameter(self, parameter: int) -> float:
-        return parameter + self.gradient + self.state / self.shards
-
-    def moved_bytes(self, parameter: int) -> float:
-        """By a step, per parameter: the gradient is read twice (norm, step) and zeroed; states are read and written by
-        who owns them."""
-        return 3 * self.gradient + parameter + 2 * self.state / self.shards
-
-
-def plain_optimizer(dtype: str) -> Optimizer:
-    """What this runtime keeps: gradients and both moments of AdamW in the parameters' own dtype."""
-    item = ITEM_SIZES[dtype]
-    return Optimizer(gradient=item, state=2 * item)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +106,7 @@ class SemuCosts:
         self.graph = graph
         self.machine = machine
         self.layout = Layout(tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, dtype=dtype)
-        self.optimizer = optimizer or _OPTIMIZERS[dtype]
+        self.optimizer = optimizer or USUAL[dtype]
         self.workers = workers
         self.rules = tuple(rules)
         self.widths = dict(widths or {})
@@ -497,14 +474,6 @@ def slower(cost: StageCost, factor: float) -> StageCost:
         input_ns=round(cost.input_ns * factor),
         weight_ns=round(cost.weight_ns * factor),
     )
-
-
-_OPTIMIZERS = {
-    "bfloat16": Optimizer(gradient=4, state=12),
-    "float16": Optimizer(gradient=4, state=12),
-    "float32": Optimizer(gradient=4, state=8),
-    "float64": Optimizer(gradient=8, state=16),
-}
 
 
 def _duration_ns(cost: LayerCost, backward: bool) -> float:

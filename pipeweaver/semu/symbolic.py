@@ -180,12 +180,11 @@ _FIRST = ("parts", "items", "tokens", "squares")
 def _columns(sizes: tuple[str, ...], modules: tuple[str, ...], by_length: bool) -> tuple[tuple[str, ...], Ints]:
     """Names of all sums in order, and the columns of `_measure` that they are. Sums that counts mostly depend on come
     first, so that they carry the coefficients."""
-    first = ("parts", "items", "tokens", "squares")
     listed = ["parts", "items", "squares", "runs", "linked.runs", *sizes]
     for module in modules:
         listed += [*(f"{module}.{name}" for name in sizes), f"{module}.cross"]
     column = {name: number for number, name in enumerate(listed) if by_length or name not in ("runs", "linked.runs")}
-    names = sorted(column, key=lambda name: (first.index(name) if name in first else len(first), name))
+    names = sorted(column, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     return tuple(names), np.array([column[name] for name in names], np.int64)
 
 

@@ -12,7 +12,8 @@ from pipeweaver.measure.fit import Named, fit_machine
 from pipeweaver.measure.grid import measure_grid
 from pipeweaver.measure.layers import measure_layers
 from pipeweaver.measure.records import LinkSample, Measured
-from pipeweaver.semu.costs import SemuCosts, plain_optimizer
+from pipeweaver.semu.costs import SemuCosts
+from pipeweaver.semu.optimizer import plain_optimizer
 from tests.measure.cases import make_graph
 
 NAMED = Named(

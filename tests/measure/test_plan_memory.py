@@ -17,8 +17,9 @@ from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.ir import Compute
 from pipeweaver.schedule.memory import held_bytes
 from pipeweaver.schedule.verify import verify
-from pipeweaver.semu.costs import SemuCosts, plain_optimizer
+from pipeweaver.semu.costs import SemuCosts
 from pipeweaver.semu.machine import load_machine
+from pipeweaver.semu.optimizer import plain_optimizer
 from tests.live import LiveBytes
 from tests.runtime.cases import splitting
 from tests.runtime.threads import in_threads, make_worker

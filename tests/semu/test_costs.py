@@ -11,10 +11,11 @@ from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.language import language as text_model
 from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Chunk, Placement
-from pipeweaver.semu.costs import Optimizer, SemuCosts
+from pipeweaver.semu.costs import SemuCosts
 from pipeweaver.semu.counts import Operator
 from pipeweaver.semu.latency import Launch
 from pipeweaver.semu.machine import load_machine
+from pipeweaver.semu.optimizer import Optimizer
 from tests.semu.layers import WIDTHS, image, text, tiny_vlm
 
 IMAGES = [image(0, 8, 8), image(1, 4, 12)]
