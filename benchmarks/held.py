@@ -12,13 +12,16 @@ The file is JSON, one list of instances (docs/planning.md describes it too). Tim
 
 `after`: numbers of the stages (counted from 0) that must be done before, or pairs of a number and a lag that has to pass
 in between. `bytes`: memory that the stage takes on its worker when it starts, as pairs of an amount and the number
-of the stage at whose end it is free again: one on the same worker that comes after, or the stage itself for what it
-needs only while it runs. `limits`: bytes that the stages on each worker may hold together; null or left out for none.
-A worker runs one stage at a time, without interruption; all stages are to be done as early as possible.
+of the stage at whose end it is free again: one on the same worker that comes after (within limits it waits for the first,
+named in `after` or not), or the stage itself for what it needs only while it runs. `limits`: bytes that the stages on
+each worker may hold together; null or left out for none. A worker runs one stage at a time, without interruption; all
+stages are to be done as early as possible.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +35,8 @@ Natural = Annotated[int, Meta(ge=0)]
 MOST_WORKERS = 10_000
 MOST = 10**15
 """All times together, and all bytes; far from where 64 bits end."""
+MOST_STATES = 100_000
+"""Sets of done stages that are looked at for an order within the limits."""
 
 
 class HeldStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,19 +111,39 @@ def topological_order(held: Held) -> list[int] | None:
                 followers[number].append(last)
                 waiting[last] += 1
     frees = {last for number, stage in enumerate(held.stages) for _, last in stage.bytes if last != number}
-    ready = [number for number in range(count) if not waiting[number]]
+    ready = [(number not in frees, 0, number) for number in range(count) if not waiting[number]]
+    heapify(ready)
     order: list[int] = []
     depth = [0] * count
     while ready:
-        following = max(ready, key=lambda number: (number in frees, depth[number], -number))
-        ready.remove(following)
+        _, _, following = heappop(ready)
         order.append(following)
         for other in followers[following]:
             waiting[other] -= 1
             depth[other] = max(depth[other], depth[following] + 1)
             if not waiting[other]:
-                ready.append(other)
+                heappush(ready, (other not in frees, -depth[other], other))
     return order if len(order) == count else None
+
+
+def roomy_order(held: Held, order: Sequence[int], group: Sequence[int]) -> list[int] | None:
+    """An order within the limits, group after group; None if there is none, or too many were looked at.
+
+    Each group begins with nothing held. Depth first in `order`; a set of done stages that led nowhere is not looked at
+    again, and a stage after which no more is held than before comes at once, since it forbids nothing.
+    """
+    members: dict[int, list[int]] = {}
+    for number in order:
+        members.setdefault(group[number], []).append(number)
+    found: list[int] = []
+    left = MOST_STATES
+    for stages in members.values():
+        part, used = _within_limits(held, stages, left)
+        left -= used
+        if part is None:
+            return None
+        found += part
+    return found
 
 
 def held_problem(held: Held) -> tuple[Problem, Ints | None]:
@@ -127,6 +152,9 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
     lags = [(other, number, lag) for number, stage in enumerate(held.stages) for other, lag in stage.lags]
     frees_later = [(number, last) for number, stage in enumerate(held.stages) for _, last in stage.bytes]
     group = groups_of(count, [*((a, b) for a, b, _ in lags), *frees_later])
+    if held.limits is not None:  # what frees comes after what takes, said or not
+        said = {(a, b) for a, b, _ in lags}
+        lags += [(a, b, 0) for a, b in dict.fromkeys(frees_later) if a != b and (a, b) not in said]
     takes, frees, passing = (np.zeros(count, np.int64) for _ in range(3))
     for number, stage in enumerate(held.stages):
         for amount, last in stage.bytes:
@@ -137,6 +165,8 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
                 frees[last] += amount
     order = topological_order(held)
     assert order is not None, "checked when it was made"
+    if held.limits is not None:
+        order = roomy_order(held, order, group) or order
     urgency = np.zeros(count, np.int64)
     urgency[order] = np.arange(count)
     source, target, lag = np.array(lags, np.int64).reshape(-1, 3).T.copy()
@@ -161,3 +191,63 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
     if held.limits is None:
         return problem, None
     return problem, np.array([min(limit, MOST) for limit in held.limits], np.int64)  # no stages hold more than MOST
+
+
+def _within_limits(held: Held, stages: Sequence[int], most_states: int) -> tuple[list[int] | None, int]:
+    """(an order of a group's stages within the limits or None, states looked at)."""
+    assert held.limits is not None
+    place = {number: i for i, number in enumerate(stages)}
+    needs, takes, frees, most = [0] * len(stages), [0] * len(stages), [0] * len(stages), [0] * len(stages)
+    for i, number in enumerate(stages):
+        stage = held.stages[number]
+        for other, _ in stage.lags:
+            needs[i] |= 1 << place[other]
+        for amount, last in stage.bytes:
+            most[i] += amount
+            if last != number:
+                takes[i] += amount
+                frees[place[last]] += amount
+                needs[place[last]] |= 1 << i
+    followers: list[list[int]] = [[] for _ in stages]
+    for i, needed in enumerate(needs):
+        while needed:
+            lowest = needed & -needed
+            followers[lowest.bit_length() - 1].append(i)
+            needed -= lowest
+    worker = [held.stages[number].worker for number in stages]
+    room = list(held.limits)
+    done, order = 0, list[int]()
+    ready = {i for i, needed in enumerate(needs) if not needed}
+    tried: list[list[int]] = []  # what is still to be tried after so many stages
+    seen = set[int]()
+
+    def choices() -> list[int]:
+        fitting = sorted((i for i in ready if most[i] <= room[worker[i]]), reverse=True)
+        free = next((i for i in reversed(fitting) if takes[i] <= frees[i]), None)
+        return fitting if free is None else [free]
+
+    tried.append(choices())
+    while len(order) < len(stages):
+        if len(seen) >= most_states:
+            return None, len(seen)
+        if tried[-1]:
+            i = tried[-1].pop()
+            if done | 1 << i in seen:
+                continue
+            done |= 1 << i
+            seen.add(done)
+            order.append(i)
+            room[worker[i]] += frees[i] - takes[i]
+            ready.remove(i)
+            ready |= {j for j in followers[i] if needs[j] & done == needs[j]}
+            tried.append(choices())
+            continue
+        tried.pop()
+        if not order:
+            return None, len(seen)
+        i = order.pop()
+        done ^= 1 << i
+        room[worker[i]] -= frees[i] - takes[i]
+        ready -= set(followers[i])
+        ready.add(i)
+    return [stages[i] for i in order], len(seen)

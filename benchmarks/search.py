@@ -32,12 +32,15 @@ from benchmarks.oracle import optimum, random_instance
 from benchmarks.search_ablation import READINGS, Ablation, dynamic_ablation, paper_ablation
 from benchmarks.search_rows import COMPARED, HEADER, Batches, Row, row_text, setup_rows
 from pipeweaver.planner.explore import Search
+from pipeweaver.planner.listing import LimitError
 from pipeweaver.planner.problem import Ints, Problem, bound_ns
 
 CORES = 2
 SEARCH_SECONDS = 1.0
 HASTE = 0.9
 """Share of its time after which a search of an instance does not go on."""
+MOST_AT_ONCE = 200_000
+"""Stages times rounds after which the clock is looked at."""
 BLOCK = 10
 """Instances of a section."""
 
@@ -97,12 +100,13 @@ def main() -> None:
         except ValueError as error:
             print(error, file=sys.stderr)
             sys.exit(2)
-    else:
-        began = time.perf_counter()
-        service = service_figures(quick=chosen.quick)
-        figures = all_figures(QUICK if chosen.quick else WHOLE) | service
-        print(f"{time.perf_counter() - began:.0f} s in all")
-    print(json.dumps(figures))
+        print(json.dumps({"instances": figures}))
+        sys.exit(2 if any("error" in one for one in figures) else 0)
+    began = time.perf_counter()
+    service = service_figures(quick=chosen.quick)
+    found = all_figures(QUICK if chosen.quick else WHOLE) | service
+    print(f"{time.perf_counter() - began:.0f} s in all")
+    print(json.dumps(found))
 
 
 def service_figures(quick: bool) -> dict[str, object]:
@@ -114,29 +118,36 @@ def service_figures(quick: bool) -> dict[str, object]:
     return figures
 
 
-def held_figures(path: Path) -> dict[str, object]:
-    """Makespan, bound and seconds of every instance of a file, printed as they are found."""
+def held_figures(path: Path) -> list[dict[str, object]]:
+    """Makespan, bound and seconds of every instance of a file, printed as they are found. One whose limits nothing fits
+    has no makespan and an `error`, which is told on stderr."""
     instances = load_held(path)
     for limited in (False, True):  # kernels are compiled before time counts
         searched(*held_problem(random_instance(0, most_stages=24, limited=limited)), seconds=0)
-    found = []
-    for held in instances:
-        began = time.perf_counter()
+    found: list[dict[str, object]] = []
+    for number, held in enumerate(instances):
+        name, began = held.name or f"instance {number}", time.perf_counter()
         problem, limits = held_problem(held)
-        search = searched(problem, limits, seconds=SEARCH_SECONDS)
-        makespan, bound, seconds = search.best.makespan_ns, search.enough_ns, time.perf_counter() - began
-        print(f"{held.name}: makespan {makespan}, bound {bound}, {seconds:.3f} s", flush=True)
-        found.append({"name": held.name, "makespan": makespan, "bound": bound, "seconds": round(seconds, 4)})
-    return {"instances": found}
+        one: dict[str, object] = {"name": held.name, "makespan": None, "bound": bound_ns(problem)}
+        try:
+            one["makespan"] = searched(problem, limits, seconds=SEARCH_SECONDS).best.makespan_ns
+        except LimitError as error:
+            one["error"] = f"no order was found that keeps to the limits: {error}"
+            print(f"{name}: {one['error']}", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - began
+        print(f"{name}: makespan {one['makespan']}, bound {one['bound']}, {seconds:.3f} s", flush=True)
+        found.append(one | {"seconds": round(seconds, 4)})
+    return found
 
 
 def searched(problem: Problem, limits: Ints | None, *, seconds: float) -> Search:
-    """A search within a time, or until it reaches its bound (`enough_ns`); several rounds at least."""
+    """A search within a time, or until it reaches its bound (`enough_ns`); some rounds at least."""
     began = time.perf_counter()
     search = Search(problem, limits, enough_ns=bound_ns(problem))
-    search.run(50)
+    rounds = max(1, min(50, MOST_AT_ONCE // max(1, problem.num_stages)))
+    search.run(rounds)
     while time.perf_counter() - began < HASTE * seconds and search.best.makespan_ns > search.enough_ns:
-        search.run(50)
+        search.run(rounds)
     return search
 
 

@@ -159,7 +159,7 @@ class Pool:
             return
         except (EOFError, ConnectionResetError):
             self._fail(planner, None)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:  # MessagePack may be nested without end
             self._fail(planner, f"sent what is no message ({error})")
 
     def _start(self, planner: Planner) -> None:

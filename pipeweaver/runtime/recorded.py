@@ -83,6 +83,10 @@ def read_index(folder: Path) -> list[Entry]:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not entries:
         raise ValueError(f"{path} is empty: no order was executed")
+    steps = [entry.step for entry in entries if entry.data == "train"]
+    for expected, step in enumerate(steps):
+        if step != expected:
+            raise ValueError(f"{path} goes on with step {step} where step {expected} should be: it was changed")
     return entries
 
 
@@ -125,6 +129,10 @@ def replay(
                 f"{path} was recorded with {len(plans)} replicas of {workers} workers; this job has {num_replicas} of "
                 f"{num_workers}"
             )
+        is_training = entry.data == "train"
+        if any(plan.forward_only == is_training or (is_training and plan.step != entry.step) for plan in plans):
+            what = f"step {entry.step}" if is_training else "an evaluation"
+            raise ValueError(f"{path} is not a plan of {what}, as the index of {folder} says")
         task_set = task_set_at(entry.step if entry.data == "train" else entry.step - 1)
         if placement is None or task_set != current:
             placement, current = plans[0].placement, task_set

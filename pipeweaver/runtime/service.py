@@ -182,7 +182,7 @@ class Service:
             try:
                 with _without_collector():
                     found = tuple(plan for piece in work.pieces for plan in _unpack(piece))
-                    self._prove(work.batch, found)
+                    self._prove(work, found)
             # What is no plan for the batch may break anything in the verifier.
             except Exception as error:
                 planners = {id(piece.planner): piece.planner for piece in work.pieces if piece.planner is not None}
@@ -196,12 +196,13 @@ class Service:
                 if not best or predicted_ns(found) < predicted_ns(best):
                     return found
         if best:
-            self._prove(work.batch, best)
+            self._prove(work, best)
         return best
 
-    def _prove(self, batch: Batch, plans: Sequence[Plan]) -> None:
+    def _prove(self, work: _Work, plans: Sequence[Plan]) -> None:
         """Raises ValueError if these are not plans of the whole batch, for this placement, that keep all rules."""
-        planning, samples = self._planning, {(sample.task, sample.draw): sample for sample in batch.samples}
+        planning, batch = self._planning, work.batch
+        samples = {(sample.task, sample.draw): sample for sample in batch.samples}
 
         def sample(record: int, task: str, draw: int) -> Sample:
             found = samples.get((task, draw))
@@ -212,6 +213,8 @@ class Service:
         for plan in plans:
             if plan.placement != planning.placement or plan.step != batch.step:
                 raise ValueError(f"it is for another placement, or for step {plan.step}")
+            if plan.forward_only != work.forward_only:
+                raise ValueError(f"it {'lacks' if plan.forward_only else 'has'} the backward")
         shares = shares_of(plans, planning.graph, sample)
         if sum(len(plan.records) for plan in plans) != len(samples):
             raise ValueError(f"it does not have all {len(samples)} samples of the batch")

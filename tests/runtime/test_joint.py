@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from pipeweaver.data.items import Batch, Item, Sample
 from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module
-from pipeweaver.planner.assign import share_out
+from pipeweaver.planner.assign import share_out, single_share
+from pipeweaver.policies import POLICIES
+from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.verify import PlanError, verify
 from tests.runtime.cases import Case, make_plans
 from tests.runtime.graphs import WIDTH, X, encoder
-from tests.runtime.threads import SingleProcess, assert_close, local_workers, run_steps
+from tests.runtime.threads import SingleProcess, assert_close, flat_costs, local_workers, run_steps
 
 
 class Meet(nn.Module):
@@ -76,6 +82,24 @@ def test_a_joint_loss_equals_a_single_process(policy, seed):
     single.step(batch(7))
     for worker in workers.values():
         assert_close({name: p.grad for name, p in worker.parameters.items()}, single.gradients)
+
+
+def test_a_plan_that_takes_a_joint_loss_apart_is_rejected():
+    graph = two_towers()
+    share = single_share(graph, batch(4))
+    halves = msgspec.structs.replace(
+        share, microbatches=tuple(tuple(i for i in range(12) if i // 6 == half) for half in range(2))
+    )
+    placement = POLICIES["gpipe"].place(graph, 1, flat_costs(graph), [share])
+    with pytest.raises(ValueError, match=r"joint"):
+        POLICIES["gpipe"].plan(graph, placement, halves, flat_costs(graph), budget_bytes=None, seed=0, rounds=0)
+    joint = replace(graph.by_name["pairs"], loss=LossSpec(units="pairs"))
+    apart = ModelGraph(modules=(*graph.modules[:2], joint), flows=graph.flows)
+    draft = POLICIES["gpipe"].plan(apart, placement, halves, flat_costs(graph), budget_bytes=None, seed=0, rounds=0)
+    plan = compile_plan(apart, halves, draft, flat_costs(graph))
+    verify([plan], apart, [halves])
+    with pytest.raises(PlanError, match=r"stages: .*the loss of pairs is joint, but task main has it in 2 parts"):
+        verify([plan], graph, [halves])
 
 
 def test_a_joint_loss_on_two_replicas_is_refused():

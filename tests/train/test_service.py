@@ -214,6 +214,7 @@ def garbage(plans, other):
         return encode(Planned(number=1, finished=True, plans=msgspec.msgpack.encode(made)))
 
     (plan,) = plans
+    forward_only = plan_batch(planning(), batch(1), forward_only=True)
     part = plan.parts[0][0]
     beyond = ((replace(part, items=(10**6,)), *plan.parts[0][1:]), *plan.parts[1:])
     return {
@@ -226,6 +227,8 @@ def garbage(plans, other):
         "a sample is missing": planned([replace(plan, records=dict(list(plan.records.items())[1:]))]),
         "an action is missing": planned([replace(plan, actions=(plan.actions[0][1:], *plan.actions[1:]))]),
         "orders of other workers": planned([replace(plan, order=plan.order[::-1])]),
+        "the forward alone": planned(forward_only),
+        "nested without end": b"\xd3\x30\0\0\x82\xa4type\xa5Ready\xa1x" + b"\x91" * 12_484 + b"\xc0",
         "links in another order": planned([replace(plan, links=plan.links[::-1])]),
         "items that do not exist": planned([replace(plan, parts=beyond)]),
         "another placement": planned([replace(plan, placement=replace(plan.placement, workers=3))]),

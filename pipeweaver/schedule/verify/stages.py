@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -34,6 +34,7 @@ def check_stages(plan: FlatPlan, graph: ModelGraph) -> None:
             raise PlanError("stages", f"chunk {number} {chunk} is on a worker that does not exist")
     covered = covered_of(graph, head.placement)
     _check_items(head, graph, covered)
+    _check_joint(head, graph)
     units = _check_order(plan)
     for number, chunk in enumerate(chunks):
         backward = not head.forward_only and any(gradients.backward[chunk.module, p] for p in covered[number])
@@ -103,6 +104,21 @@ def _check_items(plan: Plan, graph: ModelGraph, covered: Sequence[tuple[int, ...
                 raise PlanError(
                     "stages", f"{plan.items[i].name} goes {count[i]} times through layer {position} of {name}"
                 )
+
+
+def _check_joint(plan: Plan, graph: ModelGraph) -> None:
+    """A loss that mixes items has all items of a task in one part."""
+    together: Counter[tuple[str, str]] = Counter()
+    for chunk, parts in zip(plan.placement.chunks, plan.parts, strict=True):
+        module = graph.by_name[chunk.module]
+        if module.loss is not None and module.loss.joint and chunk.stop == len(module.layers):
+            together[chunk.task, chunk.module] += len(parts)
+    for (task, name), count in together.items():
+        if count * plan.num_replicas > 1:
+            raise PlanError(
+                "stages",
+                f"the loss of {name} is joint, but task {task} has it in {count} parts of {plan.num_replicas} replicas",
+            )
 
 
 def _check_order(plan: FlatPlan) -> list[Ints]:
