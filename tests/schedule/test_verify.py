@@ -154,6 +154,41 @@ def add_buffer(plan):
     return edit(plan, 0, change)
 
 
+def with_result(plan, kind, change):
+    """The first buffer of a kind that a stage leaves behind for others, changed where it is allocated; None: left out,
+    and never freed."""
+    found = (
+        (worker, i, k)
+        for worker, actions in enumerate(plan.actions)
+        for i, action in enumerate(actions)
+        if isinstance(action, Compute)
+        for k, allocation in enumerate(action.allocations)
+        if allocation.buffer.kind == kind
+    )
+    worker, i, k = next(found)
+    action = plan.actions[worker][i]
+    buffer, changed = action.allocations[k].buffer, change(action.allocations[k])
+    kept = (*action.allocations[:k], *((changed,) if changed else ()), *action.allocations[k + 1 :])
+    actions = put(plan.actions[worker], i, replace(action, allocations=kept))
+    if changed is None:
+        actions = tuple(
+            replace(a, buffers=tuple(b for b in a.buffers if b != buffer)) if isinstance(a, Free) else a
+            for a in actions
+        )
+    return replace(plan, actions=put(plan.actions, worker, actions))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("change", [lambda one: None, lambda one: one._replace(num_bytes=3)])
+def test_what_a_stage_leaves_behind_for_others_is_held_in_full(backward, change):
+    plan, one = plan_of(backward=backward)
+    with pytest.raises(
+        PlanError, match=r"must allocate what it leaves behind for others, [\d,]+ bytes or more"
+    ) as caught:
+        verify([with_result(plan, "gradient" if backward else "output", change)], GRAPH, [one])
+    assert caught.value.rule == "actions"
+
+
 def free_early(plan):
     i = first(plan.actions[0], Free)
     saved = first(plan.actions[0], Compute, lambda a: a.allocations and a.allocations[0][0].kind == "saved")

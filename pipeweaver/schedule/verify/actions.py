@@ -32,7 +32,7 @@ from pipeweaver.schedule.flat import (
     Ints,
     starts,
 )
-from pipeweaver.schedule.ir import Buffer, Placement, Stage
+from pipeweaver.schedule.ir import ITEM_SIZES, Buffer, Placement, Stage
 from pipeweaver.schedule.memory import buffer_numbers
 from pipeweaver.schedule.verify.stages import covered_of
 from pipeweaver.schedule.verify.words import PlanError, buffer_name, describe
@@ -70,7 +70,8 @@ from pipeweaver.schedule.verify.words import PlanError, buffer_name, describe
     NO_COPY,
     NOT_RETURNED,
     WRONG_LOAD,
-) = range(32)
+    WRONG_RESULT,
+) = range(33)
 
 STAYS, GOES, AWAY, COMES, BACK = range(5)
 """Where what a unit offloads is: on the device, on its way to the host, there, on its way back, on the device again."""
@@ -88,6 +89,16 @@ def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
     needed = _loads(graph, head.placement)
     loads = np.array([[set(names) == wanted for wanted in needed] for names in plan.loads], np.bool_)
     offloads = np.array(["offload" in chosen for chosen in plan.strategies], np.bool_)
+    learns = np.zeros(int(units[-1]), np.bool_)
+    learns[(units[plan.order.chunk] + plan.order.part)[plan.order.phase > 0]] = True
+    item_bytes = np.array([ITEM_SIZES.get(name, 0) for name in plan.names], np.int64)
+    rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(edges.runs[:, 2])])
+    row_bytes = edges.width * item_bytes[edges.dtype]
+    edge_bytes = (rows[edges.run_start[1:]] - rows[edges.run_start[:-1]]) * row_bytes
+    read_up_to = np.zeros(len(source), np.int64)  # one row may go to several items
+    np.maximum.at(
+        read_up_to, np.repeat(np.arange(len(source)), np.diff(edges.run_start)), edges.runs[:, 0] + edges.runs[:, 2]
+    )
     code, worker, action, detail = _run(
         actions.start,
         actions.kind,
@@ -105,6 +116,9 @@ def check_actions(plan: FlatPlan, graph: ModelGraph) -> None:
         source,
         destination,
         edges.grad,
+        edge_bytes,
+        read_up_to * row_bytes,
+        learns,
         transfer_of,
         transfers.edge,
         transfers.phase,
@@ -186,6 +200,7 @@ def _words(plan: FlatPlan, code: int, worker: int, number: int, detail: int, nee
             NOT_ON_HOST: "brings back what is not on the host",
             NO_COPY: "waits for a copy that has not begun",
             NOT_RETURNED: "runs before what was offloaded is back, or after it is freed",
+            WRONG_RESULT: f"must allocate what it leaves behind for others, {detail:,} bytes or more",
         }[code]
     return f"worker {worker}: {describe(plan.action(number))} {text}"
 
@@ -234,6 +249,9 @@ def _run(  # type: ignore[no-untyped-def]
     source,
     destination,
     grad,
+    edge_bytes,
+    read_bytes,
+    learns,
     transfer_of,
     transfer_edge,
     transfer_phase,
@@ -313,16 +331,28 @@ def _run(  # type: ignore[no-untyped-def]
                                     return NOT_RECEIVED, w, a, t
                             elif not (done[destination[e], b] or done[destination[e], i_]):
                                 return NO_INPUT, w, a, 2 * e + 1
+                # What it leaves behind for others, and how large that is at least.
+                result, least = -1, 0
+                if p == f:
+                    for k in range(outgoing_start[u], outgoing_start[u + 1]):
+                        result, least = OUTPUT, max(least, read_bytes[outgoing[k]])
+                    if learns[u]:
+                        result = SAVED
+                elif p != w_:
+                    for k in range(incoming_start[u], incoming_start[u + 1]):
+                        if grad[incoming[k]]:
+                            result, least = GRADIENT, least + edge_bytes[incoming[k]]
+                has_result = result < 0 or least == 0
                 for k in range(allocation_start[a], allocation_start[a + 1]):
                     of = allocated[k] // num_units
-                    if p == f:
-                        expected = of in (SAVED, OUTPUT, LEAVING)
-                    elif p == w_:
-                        expected = False
-                    else:
-                        expected = of == GRADIENT or (of == WEIGHT and p == i_)
+                    has_result |= of == result
+                    expected = of == result or (of == LEAVING and p == f) or (of == WEIGHT and p == i_)
                     if not expected or allocated[k] % num_units != u:
                         return FOREIGN_BUFFER, w, a, k
+                    if of == result and allocation_bytes[k] < least:
+                        return WRONG_RESULT, w, a, least
+                if not has_result:
+                    return WRONG_RESULT, w, a, least
                 done[u, p] = True
                 computed += 1
             elif what in (OFFLOAD, RELOAD, SETTLE):
