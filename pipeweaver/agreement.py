@@ -10,9 +10,11 @@ Each is checked by whoever uses it too, but late, and in its own words.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
-from pipeweaver.config import Job, Task
+from pipeweaver.config import AUTO, Job, Task
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Sample
 from pipeweaver.model.diffusion import DiffusionConfig
@@ -26,7 +28,7 @@ MOST_SAMPLES = 64
 
 def check_model(job: Job, graph: ModelGraph) -> None:
     """Raises ValueError if layers cannot be built, a module is for nothing, nothing is trained, or there are fewer
-    layers than workers. Allocates nothing."""
+    layers than workers. Warns of settings that the model's layers do not allow. Allocates nothing."""
     for module in graph.modules:
         for kind, layer in {layer.kind: layer for _, layer in positions(module)}.items():
             try:
@@ -59,6 +61,20 @@ def check_model(job: Job, graph: ModelGraph) -> None:
             f"workers.pipeline = {job.workers.pipeline}: the model has {count} layers, and every worker needs one; "
             f"use {count} workers at most"
         )
+    if job.policy.name in ("dynamic", "pipeweaver", AUTO):
+        _warn_of_few_layers(job, graph)
+
+
+def _warn_of_few_layers(job: Job, graph: ModelGraph) -> None:
+    for name, wanted in job.policy.options.chunks_per_worker.items():
+        count, workers = len(graph.by_name[name].layers), job.workers.pipeline
+        possible = max(1, count // workers)
+        if wanted > possible:
+            warnings.warn(
+                f"policy.chunks_per_worker.{name} = {wanted}: {name} has {count} layers, too few for {wanted} chunks on "
+                f"each of {workers} workers; it gets {possible}",
+                stacklevel=3,
+            )
 
 
 def _check_use(graph: ModelGraph, name: str, task: Task) -> None:

@@ -12,6 +12,7 @@ Measuring is `measure/`, costs on a machine are `semu/`; this file only decides 
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import os
 import platform
@@ -130,6 +131,7 @@ def calibrated_costs(
         return _costs(graph, found, conditions, widths) if found is not None else None
     num_workers = conditions.pipeline * conditions.replicas
     if first:
+        _make_cache(path.parent)  # before minutes of measuring, not after them
         say(f"calibrating: {num_workers} workers measure the model's layers, once for this model on this machine")
     measured = measure_worker(graph, batches, load, transport=transport, conditions=conditions, device=device)
     if not first:
@@ -259,6 +261,19 @@ def _named(conditions: Conditions, device: torch.device) -> Named:
 def cache_path(cache: str, fingerprint: str) -> Path:
     folder = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipeweaver"
     return folder / f"{fingerprint}.toml"
+
+
+def _make_cache(folder: Path) -> None:
+    """Raises ValueError if nothing can be kept there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ValueError(
+            f"costs.cache: calibrations cannot be kept in {folder}: {error.strerror}; choose another folder with "
+            "--set costs.cache=DIR"
+        ) from None
 
 
 def _cpu_name() -> str:

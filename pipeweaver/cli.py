@@ -72,12 +72,12 @@ def plan(
     """Plan one step and show it: chunks, parts, step time, bubble, memory per worker. Trains nothing."""
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.commands import check, explain_step, ready_step
+        from pipeweaver.commands import explain_step, ready_step
         from pipeweaver.console import print_explanation, print_plan
         from pipeweaver.output import make_folder, write_plans
         from pipeweaver.runtime.compare import in_words
 
-        check(job)
+        _check(job)
         make_folder(job.output)
         ready = ready_step(job, step, lambda: _calibrate_first(job, config, overrides))
         plans = ready.plan()
@@ -105,9 +105,7 @@ def estimate(
     """Step time, MFU and memory of a job on a machine that need not be here. Trains and measures nothing."""
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.commands import check
-
-        check(job, runs_here=False)
+        _check(job, runs_here=False)
         from pipeweaver.report.trace import write_trace
         from pipeweaver.runtime.process import writing
         from pipeweaver.semu.estimate import estimate as estimate_step
@@ -140,9 +138,7 @@ def rehearse(
     """
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.commands import check
-
-        check(job, runs_here=False)
+        _check(job, runs_here=False)
         from pipeweaver.rehearsal.job import rehearse_job
         from pipeweaver.rehearsal.report import render
         from pipeweaver.report.trace import write_trace
@@ -181,9 +177,7 @@ def calibrate(config: Config, overrides: Overrides = None) -> None:
         process.run_worker(lambda: _calibrate(config, overrides))
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.commands import check
-
-        check(job)
+        _check(job)
         code = _launch(job, "calibrate", config, overrides)
     raise typer.Exit(code)
 
@@ -198,10 +192,9 @@ def train(config: Config, overrides: Overrides = None, overwrite: Overwrite = Fa
         process.run_worker(lambda: _train(config, overrides, overwrite=overwrite))
     with _mistakes():
         job = _load(config, overrides)
-        from pipeweaver.commands import check
         from pipeweaver.output import clear
 
-        check(job)
+        _check(job)
         clear(job, overwrite=overwrite)
         code = _launch(job, "train", config, overrides)
     raise typer.Exit(code)
@@ -211,7 +204,6 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
     """What one worker of `train` does; the first one shows and writes."""
     from contextlib import ExitStack
 
-    from pipeweaver.commands import check
     from pipeweaver.runtime import process
     from pipeweaver.runtime.train import Observer, train
 
@@ -221,7 +213,7 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
     with ExitStack() as stack:
         job = _load(config, overrides, warn=first and not looked_at)
         if not looked_at:
-            check(job)
+            _check(job, say=first)
         observers: list[Observer] = []
         if first:
             from pipeweaver.console import Follow
@@ -275,6 +267,9 @@ def _mistakes() -> Iterator[None]:
 
 def _load(config: Path, overrides: list[str] | None, *, warn: bool = True) -> Job:
     """The job; settings of it that have no effect are told on stderr, as are warnings that come later."""
+    from pipeweaver.toml import read
+
+    read(config, overrides or ())  # a file that is not there is told at once: what follows imports torch
     from pipeweaver.config import load, without_effect
 
     warnings.showwarning = _show_warning
@@ -284,6 +279,22 @@ def _load(config: Path, overrides: list[str] | None, *, warn: bool = True) -> Jo
     for warning in without_effect(job) if warn else ():
         print(f"warning: {job.path}: {warning}", file=sys.stderr)
     return job
+
+
+def _check(job: Job, *, runs_here: bool = True, say: bool = True) -> None:
+    """Whether the job can run, as `commands.check`; if so, and if that is new here, that kernels will be compiled.
+
+    `say`: whether this process tells what is no mistake; of several workers one does.
+    """
+    from pipeweaver.commands import check
+    from pipeweaver.kernel_cache import is_empty
+
+    with warnings.catch_warnings():
+        if not say:
+            warnings.simplefilter("ignore")
+        check(job, runs_here=runs_here)
+    if say and is_empty():
+        print("compiling kernels, once for this version of pipeweaver: one to two minutes", file=sys.stderr)
 
 
 _shown: set[str] = set()

@@ -29,11 +29,11 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     replicas: Annotated[int, Meta(ge=1)] = 1
     threads: Annotated[int, Meta(ge=1)] = 1
     pin: bool = True
-    memory: str | None = None
+    memory: str | int | float | None = None  # a number without a unit is refused in words of its own
 
     def __post_init__(self) -> None:
         if self.memory is not None:
-            parse_bytes(self.memory)
+            parse_bytes(str(self.memory))
 
     @property
     def total(self) -> int:
@@ -41,7 +41,7 @@ class Workers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def memory_bytes(self) -> int | None:
-        return None if self.memory is None else parse_bytes(self.memory)
+        return None if self.memory is None else parse_bytes(str(self.memory))
 
 
 def parse_bytes(text: str) -> int:

@@ -158,9 +158,23 @@ def print_explanation(plans: Sequence[Plan], explanation: Explanation) -> None:
     longest = longest_ns(plans)
     if explanation.without and longest:
         Console().print(_levers_table(longest, explanation.without))
+        print("\n".join(_better_without(longest, explanation.without)))
     elif longest:
         print(f"policy {plans[0].policy} has no lever to switch off")
     print("\n".join(still_possible(plans)))
+
+
+def _better_without(longest_ns: int, without: Sequence[tuple[str, int | None]]) -> list[str]:
+    """Why a gain can be negative, and what to make of it; nothing where none is."""
+    known = [(makespan_ns, name) for name, makespan_ns in without if makespan_ns is not None]
+    least_ns, name = min(known, default=(longest_ns, ""))
+    if percent(least_ns / longest_ns - 1) == percent(0):
+        return []
+    return [
+        f"a gain below zero: the search tries one choice after another and ended further off with this lever than without; "
+        f"without {name} this step takes {percent(1 - least_ns / longest_ns)} less. See other batches (--step N) before "
+        "you leave it out"
+    ]
 
 
 def still_possible(plans: Sequence[Plan]) -> list[str]:
@@ -185,8 +199,8 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     return [
         f"predicted step time {duration(prediction.step_ns)}, of which reductions and optimizer "
         f"{duration(prediction.step_ns - prediction.makespan_ns)}",
-        f"makespan {duration(prediction.makespan_ns)}; no schedule of these stages takes less than "
-        f"{duration(bound)}{over}",
+        f"makespan {_milliseconds(prediction.makespan_ns)}; no schedule of these stages takes less than "
+        f"{_milliseconds(bound)}{over}",
         f"bubble {percent(prediction.bubble)}",
         f"costs: {plan.costs}",
     ]
@@ -200,7 +214,7 @@ def duration(ns: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # not "-0.0 %"
 
 
 def _workers_table(plan: Plan, memory_bytes: int | None) -> Table:

@@ -47,9 +47,15 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"the output folder {folder} cannot be made: {error.strerror}") from None
+        reason = f"cannot be made: {error.strerror}"
+        if isinstance(error, FileExistsError):
+            reason = "is a file"
+        raise ValueError(f"the output folder {folder} {reason}; {_ANOTHER}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"the output folder {folder} is not writable; choose another one with --set run.output=DIR")
+        raise ValueError(f"the output folder {folder} is not writable; {_ANOTHER}")
+
+
+_ANOTHER = "choose another one with --set run.output=DIR"
 
 
 def write_plans(folder: Path, plans: Sequence[Plan]) -> list[Path]:

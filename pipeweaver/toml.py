@@ -134,7 +134,8 @@ def _translated(document: Document, path: str, record: type, message: str) -> Va
         return document.error(where, f"expected one of {', '.join(_choices(record, at))}")
     if found := re.fullmatch(r"Expected `([^`]+)`(.*?)(?:, got `?(\w+)`?)?", what):
         words = " or ".join(_WORDS.get(name, name) for name in found[1].split(" | ") if name != "null")
-        got = f", not {_WORDS.get(found[3], found[3])}" if found[3] else ""
+        given = "a decimal number" if found[3] == "float" else _WORDS.get(found[3], found[3])
+        got = f", not {given}" if found[3] else ""
         return document.error(where, f"expected {words}{found[2]}{got}")
     # Raised by the record itself. "lr = -1: must be above 0" or "heat 9 is too low" is about the key it begins with.
     first = re.split(r"[ :]", what, maxsplit=1)[0]

@@ -68,6 +68,14 @@ def test_models_that_make_no_sense(overrides: list[str], expected: str) -> None:
     assert str(caught.value) == expected
 
 
+@pytest.mark.parametrize("policy", ["dynamic", "pipeweaver", "auto"])
+def test_more_chunks_than_layers_are_said(policy: str) -> None:
+    job = load(DIGITS, [f"policy.name={policy}", "policy.chunks_per_worker={vision=2, language=1}"])
+    expected = "vision = 2: vision has 3 layers, too few for 2 chunks on each of 2 workers; it gets 1"
+    with pytest.warns(UserWarning, match=expected):
+        check_model(job, job_graph(job))
+
+
 @pytest.mark.parametrize("key", ["hidden", "ffn", "vocab", "head_dim"])
 def test_layers_too_large_for_any_machine(key: str) -> None:
     """What torch cannot even describe is an error of the model, not of torch."""

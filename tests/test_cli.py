@@ -110,6 +110,17 @@ def test_mistakes_in_tasks_are_one_line_and_exit_code_2(override: str, expected:
     assert expected in mistake("train", job, "--set=workers.pin=false", "--set", override)
 
 
+def test_a_file_that_is_not_there_is_told_without_torch() -> None:
+    script = (
+        "import sys, pipeweaver.cli\n"
+        "try: pipeweaver.cli.app(['plan', 'nowhere.toml'])\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_mistake_ends_the_process_with_exit_code_2() -> None:
     done = run("train", "nowhere.toml")
     assert done.returncode == 2
@@ -157,7 +168,15 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
 def test_an_output_folder_that_cannot_be_is_told_first(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     told = mistake(name, DIGITS, *SMALL, f"--set=run.output={tmp_path / 'file'}")
-    assert told == f"the output folder {tmp_path / 'file'} cannot be made: File exists"
+    assert told == f"the output folder {tmp_path / 'file'} is a file; choose another one with --set run.output=DIR"
+
+
+def test_a_cache_that_cannot_be_is_told_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("plan", DIGITS, *SMALL, f"--set=run.output={tmp_path}", f"--set=costs.cache={tmp_path / 'file'}")
+    assert done.returncode == 2 and "calibrating" not in done.stdout
+    assert f"costs.cache: calibrations cannot be kept in {tmp_path / 'file'}: File exists; choose" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_plans_to_replay_are_looked_for_first(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_output_is_where_the_user_says(path: Path) -> None:
         ("run.tensorboard=1", "run.tensorboard = 1: expected true or false, not a whole number"),
         ("workers.pipeline=0", "workers.pipeline = 0: expected a whole number >= 1"),
         ("workers.replicas=0", "workers.replicas = 0: expected a whole number >= 1"),
-        ("workers.memory=4", "workers.memory = 4: expected a string, not a whole number"),
+        ("workers.memory=4", 'workers.memory = 4: memory "4" is not a size; write a number and a unit'),
         (
             "workers.memory='4 gigs'",
             'workers.memory = "4 gigs": memory "4 gigs" is not a size; '

@@ -180,5 +180,7 @@ def test_an_explanation_adds_up_for_every_policy(
         assert sum(shares) == bubble == 2 * plan.prediction.makespan_ns - plan.prediction.useful_ns
     for lever, _ in explanation.without:
         assert lever in text
+    assert "-0.0 %" not in text
+    assert ("a gain below zero" in text) == bool(re.search(r"│ +-[\d.]+ % │", text.partition("each lever")[2]))
     assert ("no lever to switch off" in text) == (policy in ("wavefront", "sequential"))
     assert text.count("still possible by") == 2

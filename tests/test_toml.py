@@ -49,7 +49,7 @@ def message(path: str, overrides: tuple[str, ...] = ()) -> str:
         ('heat = "hot"', ':2: oven.heat = "hot": expected a whole number, not a string'),
         ("heat = 0", ":2: oven.heat = 0: expected a whole number >= 1"),
         ("heat = 301", ":2: oven.heat = 301: expected a whole number <= 300"),
-        ("heat = 1.5", ":2: oven.heat = 1.5: expected a whole number, not a number"),
+        ("heat = 1.5", ":2: oven.heat = 1.5: expected a whole number, not a decimal number"),
         ("heat = true", ":2: oven.heat = true: expected a whole number, not true or false"),
         ("heat = 9\nmode = 'fann'", ':3: oven.mode = "fann": expected one of "fan", "grill"'),
         ("heat = 9\nmoed = 'fan'", ':3: oven.moed = "fan": unknown key; did you mean mode?'),

@@ -14,7 +14,6 @@ a smaller K; one with fewer layers than workers is spread one layer each over th
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -153,8 +152,8 @@ def by_modality(
 ) -> Placement:
     """Every module cut for itself into workers * K chunks of even cost, chunk j on worker j mod workers.
 
-    `chunks_per_worker` is K by module, 1 where missing. Where a module has too few layers for its K, K is
-    lowered with a warning; with fewer layers than workers, single layers go to the least loaded workers.
+    `chunks_per_worker` is K by module, 1 where missing, less where a module has too few layers for it. Where there are
+    fewer layers than workers, single layers go to the least loaded workers.
     """
     return laid_out(graph, workers, modality_cuts(graph, workers, per_layer, chunks_per_worker), per_layer, tasks)
 
@@ -166,15 +165,8 @@ def modality_cuts(
     cuts: dict[str, tuple[int, ...]] = {}
     for name in topological(graph):
         count = len(graph.by_name[name].layers)
-        wanted = chunks_per_worker.get(name, 1)
-        possible = max(1, count // workers)
-        if wanted > possible:
-            warnings.warn(
-                f"{name} has {count} layers, too few for {wanted} chunks on each of {workers} workers; "
-                f"it gets {possible}",
-                stacklevel=2,
-            )
-        cuts[name] = split(per_layer[name], min(count, workers * min(wanted, possible)))
+        chunks = max(1, min(chunks_per_worker.get(name, 1), count // workers))
+        cuts[name] = split(per_layer[name], min(count, workers * chunks))
     return cuts
 
 

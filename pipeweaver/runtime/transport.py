@@ -14,6 +14,7 @@ the plan.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -97,7 +98,9 @@ def lost_workers_told() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, RunError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        raise RunError(f"lost another worker: {str(error).splitlines()[0]}") from None
+        # Gloo's words begin with a place in its source, and go on to advise.
+        words = re.sub(r"^\[[^\]]*\] *", "", str(error).splitlines()[0]).partition(". ")[0]
+        raise RunError(f"lost another worker: {words}") from None
 
 
 class TransferError(RuntimeError):

@@ -116,10 +116,9 @@ def test_a_short_module_goes_to_the_least_loaded_workers_in_its_own_order():
     assert homes == sorted(sorted(range(4), key=lambda w: (language[w], w))[:2])
 
 
-def test_too_many_chunks_are_lowered_with_a_warning():
+def test_too_many_chunks_are_lowered():
     graph = graph_of("encoder", (5, 8))
-    with pytest.warns(UserWarning, match=r"vision has 5 layers, too few for 3 chunks on each of 2 workers; it gets 2"):
-        cuts = modality_cuts(graph, 2, {"vision": [1] * 5, "language": [1] * 8}, {"vision": 3, "language": 3})
+    cuts = modality_cuts(graph, 2, {"vision": [1] * 5, "language": [1] * 8}, {"vision": 3, "language": 3})
     assert {name: len(found) - 1 for name, found in cuts.items()} == {"vision": 4, "language": 6}
 
 
@@ -130,7 +129,6 @@ def test_too_many_chunks_are_lowered_with_a_warning():
     st.lists(st.integers(0, 3), min_size=1, max_size=3),
     st.integers(1, 3),
 )
-@pytest.mark.filterwarnings("ignore:.*too few for")
 def test_every_layer_is_placed_once(name, workers, layers, counts, chunks):
     graph = graph_of(name, layers)
     shares = [share_of(graph, counts)]
