@@ -107,11 +107,12 @@ def contiguous(
 ) -> Placement:
     """The concatenated modules in workers * pieces_per_worker pieces of even cost, piece j on worker j mod workers.
 
-    `per_layer` holds one number per layer of each module, `tasks` the modules that each task uses. With
+    `per_layer` holds one number per layer of each module, `tasks` the modules that each task uses; others are left out. With
     `encoder_first`, all encoders are one block that stays on the first worker. Raises ValueError if there are
     fewer layers than pieces.
     """
-    names = topological(graph)
+    used = {name for modules in tasks.values() for name in modules}
+    names = [name for name in topological(graph) if name in used]
     first = [name for name in names if name in encoders(graph)] if encoder_first else []
     rest = [name for name in names if name not in first]
     layers = [(name, i) for name in rest for i in range(len(graph.by_name[name].layers))]

@@ -76,7 +76,7 @@ class Pool:
         self.planners = [Planner(outgoing=bytearray(encode(begin))) for _ in range(count)]
         self._begin, self._command, self._cores = begin, command, cores
         self._lock, self._tell_heard, self._tell_lost = lock, heard, lost
-        self._useless: list[tuple[Planner, str]] = []
+        self._useless: dict[Planner, str] = {}
         self._closed = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -95,7 +95,7 @@ class Pool:
 
     def fail(self, planner: Planner, why: str) -> None:
         """End a process that is of no use, and start it again. With the lock held."""
-        self._useless.append((planner, why))
+        self._useless.setdefault(planner, why)  # said again before it is gone, it is not about the next one
         self._poke()
 
     def close(self) -> None:
@@ -125,8 +125,8 @@ class Pool:
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
             with self._lock:
-                useless, self._useless = self._useless, []
-            for planner, why in useless:
+                useless, self._useless = self._useless, {}
+            for planner, why in useless.items():
                 if planner.end is not None:
                     self._fail(planner, why)
         for planner in self.planners:

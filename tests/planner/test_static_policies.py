@@ -1,6 +1,8 @@
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,8 +133,6 @@ def test_every_stage_once_and_no_circle(name, policy, workers, counts, forward_o
 
 
 def test_two_tasks_run_through_one_pipeline():
-    import msgspec
-
     graph = graph_of("encoder")
     share = share_of(graph, [1, 0])
     texts = tuple(msgspec.structs.replace(item, task="text") if item.draw == 1 else item for item in share.items)
@@ -146,6 +146,19 @@ def test_two_tasks_run_through_one_pipeline():
     }
     draft = POLICIES["1f1b"].plan(graph, placement, share, costs, budget_bytes=None, seed=0, rounds=0)
     assert prod(len(parts) for parts in draft.parts) == 1
+
+
+def test_layers_of_modules_that_no_task_of_the_set_uses_fill_no_pieces():
+    graph = replace(graph_of("three"), activated={"a": ("language",), "b": ("language",)})
+    share = share_of(graph_of("one"), [0, 0, 0])
+    items = tuple(msgspec.structs.replace(item, task="ab"[item.draw % 2]) for item in share.items)
+    share = msgspec.structs.replace(share, items=items)
+    costs = flat_costs(graph)
+    with pytest.raises(ValueError, match=r"need 8 layers, but there are only 4 to share out: language 4;"):
+        POLICIES["interleaved-1f1b"].place(graph, 4, costs, [share])
+    placement = POLICIES["interleaved-1f1b"].place(graph, 2, costs, [share])
+    draft = POLICIES["interleaved-1f1b"].plan(graph, placement, share, costs, budget_bytes=None, seed=0, rounds=0)
+    assert sum(len(order) for order in draft.order) == 2 * sum(len(parts) for parts in draft.parts)
 
 
 @pytest.mark.parametrize(

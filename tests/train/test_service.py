@@ -207,6 +207,21 @@ def test_a_frozen_process_is_ended_and_started_again(start, monkeypatch):
     assert "has said nothing for" in service.said[1]
 
 
+def test_a_process_frozen_from_the_start_is_ended_once_however_many_batches_wait_for_it(start, monkeypatch):
+    monkeypatch.setattr(service_module, "START_S", 0.3)
+    monkeypatch.setattr(service_module, "FROZEN_S", 0.2)
+    service = start(command=(sys.executable, "-c", "import time; time.sleep(1000)"))
+    for step in range(4):
+        service.want(step, batch(step, tokens=8 + step))
+    assert_right([service.take(0)], [0])
+    wait_for(lambda: len(service.said) == 2)
+    (planner,) = service._pool.planners
+    wait_for(lambda: planner.lives == 2)
+    assert planner.failures == 1 and "has said nothing for" in service.said[1]
+    assert_right([service.take(step) for step in range(1, 4)], range(1, 4))
+    assert planner.failures == 1 and len(service.said) == 2
+
+
 def garbage(plans, other):
     """What a broken process may say of `plans`, by what is wrong with it: the bytes that it sends."""
 
