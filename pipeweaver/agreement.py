@@ -20,6 +20,7 @@ from pipeweaver.data.items import Sample
 from pipeweaver.model.diffusion import DiffusionConfig
 from pipeweaver.model.graph import ModelGraph, positions
 from pipeweaver.model.language import LanguageConfig
+from pipeweaver.model.refused import check_layer
 from pipeweaver.model.vit import VitConfig
 
 MOST_SAMPLES = 64
@@ -33,12 +34,13 @@ def check_model(job: Job, graph: ModelGraph) -> None:
         for kind, layer in {layer.kind: layer for _, layer in positions(module)}.items():
             try:
                 with torch.device("meta"):
-                    layer.build()
+                    built = layer.build()
             except Exception as error:  # torch and users' own layers raise whatever comes to them
                 words = str(error).splitlines()[0] if str(error) else "no message"
                 raise ValueError(
                     f"model.{module.name}: layer {kind!r} cannot be built: {type(error).__name__}: {words}"
                 ) from error
+            check_layer(f"model.{module.name}: layer {kind!r}", built)
         if module.loss is None and not any(flow.source == module.name for flow in graph.flows):
             raise ValueError(f"model.{module.name}: it has no loss, and no flow leads from it: it is for nothing")
         if not any(module.name in task.modules for task in job.tasks.values()):

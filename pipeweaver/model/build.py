@@ -24,6 +24,7 @@ from pipeweaver.model.diffusion import DiffusionConfig, diffusion
 from pipeweaver.model.graph import Flow, LayerSpec, ModelGraph, Module, Reading, positions
 from pipeweaver.model.language import LanguageConfig, language
 from pipeweaver.model.part import seed_of
+from pipeweaver.model.refused import check_layer
 from pipeweaver.model.vit import VitConfig, vit
 from pipeweaver.own_code import call_own
 from pipeweaver.schedule.ir import Chunk
@@ -254,6 +255,7 @@ def _initialised(name: str, spec: LayerSpec, seed: int) -> nn.Module:
     with _global_generator, torch.random.fork_rng(devices=[]), _default_dtype(torch.float32), torch.device("cpu"):
         torch.manual_seed(seed_of(seed, name))
         layer = spec.build()
+    check_layer(name, layer)
     if not spec.trainable:
         layer.requires_grad_(False)
     return layer

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.model.graph import LayerSpec, LossSpec, ModelGraph, TensorSpec
 from pipeweaver.model.part import PartView, check_outputs, handed_on
+from pipeweaver.model.refused import watched_generator
 from pipeweaver.runtime.offload import SavedTensors
 from pipeweaver.runtime.split import WeightGradients
 from pipeweaver.schedule.ir import Chunk, Strategy
@@ -207,17 +209,24 @@ def _call(layer: BuiltLayer, state: dict[str, Tensor], view: PartView) -> dict[s
     chunk that still needs it, and is there once more where the layer is recomputed."""
     given = {**state, **{name: t for name, t in view.loaded.items() if isinstance(t, Tensor)}}
     versions = {name: tensor._version for name, tensor in given.items()}
+    is_new = layer.module not in _watched and len(view.items) > 0
     try:
-        result = layer.module(dict(state), view)
+        with watched_generator(layer.name, view.device) if is_new else nullcontext():
+            result = layer.module(dict(state), view)
     except RuntimeError as error:
         if "leaf Variable" not in str(error):
             raise
         raise ValueError(_WRITES.format(layer=layer.name, names=_listed(state))) from error
+    if is_new:
+        _watched.add(layer.module)
     written = {name for name, tensor in given.items() if tensor._version != versions[name]}
     if written:
         raise ValueError(_WRITES.format(layer=layer.name, names=_listed(written)))
     return result
 
+
+_watched: WeakSet[nn.Module] = WeakSet()
+"""Layers that did not touch torch's global generator when they first ran: looking takes time."""
 
 _WRITES = (
     "layer {layer} writes in place into what it is given ({names}); it must leave that as it is: "
