@@ -132,7 +132,10 @@ def calibrated_costs(
     num_workers = conditions.pipeline * conditions.replicas
     if first:
         _make_cache(path.parent)  # before minutes of measuring, not after them
-        say(f"calibrating: {num_workers} workers measure the model's layers, once for this model on this machine")
+        who = "1 worker measures" if num_workers == 1 else f"{num_workers} workers measure"
+        say(
+            f"calibrating: {who} the model's layers, once for this model on this machine: half a minute to some minutes"
+        )
     measured = measure_worker(graph, batches, load, transport=transport, conditions=conditions, device=device)
     if not first:
         exchange.send_report(_REPORT, *transport.address, measured)

@@ -82,9 +82,9 @@ def plan(
         ready = ready_step(job, step, lambda: _calibrate_first(job, config, overrides))
         plans = ready.plan()
         print_plan(plans, job.workers.memory_bytes)
-        for line in in_words(ready.candidates):
-            print(line)
         print(ready.planning.costs.coverage)
+        for line in in_words(ready.candidates, job.policy.name):
+            print(line)
         if explain:
             print_explanation(plans, explain_step(ready, plans))
         for path in write_plans(job.output, plans):

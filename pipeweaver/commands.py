@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 
 import msgspec
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from pipeweaver.calibrate import cached_costs, calibrated_costs, conditions
 from pipeweaver.config import AUTO, Job
 from pipeweaver.data.dataset import load_part
 from pipeweaver.data.items import Batch
-from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.policies.levers import levers
 from pipeweaver.report.explain import Explanation, explain, longest_ns
@@ -106,18 +104,22 @@ class ReadyStep:
 def ready_step(job: Job, step: int, calibrate: Callable[[], None]) -> ReadyStep:
     """Everything to plan the batch of `step`.
 
-    Calls `calibrate` if there are no costs yet that hold here. Raises ValueError if the policy cannot place the model.
+    Calls `calibrate` if there are no costs yet that hold here. Raises ValueError if there is no such step, or the policy
+    cannot place the model.
     """
+    steps = range(step, step + 1)
+    tasks = prepare.task_set_of(job, steps).tasks
     graph = prepare.job_graph(job)
     datasets = prepare.job_datasets(job)["train"]
     loaders, widths = prepare.job_loaders(job, datasets), prepare.job_widths(datasets)
-    sample = prepare.job_sample(job, loaders)
-    costs = _costs(job, graph, sample, widths)
+    of_all = prepare.job_sample(job, loaders)
+    costs = _costs(job, graph, of_all, widths)
     if costs is None:
         calibrate()
-        costs = _costs(job, graph, sample, widths)
+        costs = _costs(job, graph, of_all, widths)
         assert costs is not None, "calibration leaves what is looked for"
-    batch = next(islice(TaskBatches(loaders), step, None))
+    sample = prepare.job_sample(job, loaders, tasks)
+    (batch,) = prepare.step_batches(job, loaders, steps)
     candidates = compare(job, graph, sample, costs, job.workers.memory_bytes)
     planning = next((one.planning for one in candidates if one.policy == job.policy.name), None)
     if planning is None and job.policy.name == AUTO:

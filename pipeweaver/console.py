@@ -222,12 +222,19 @@ def _workers_table(plan: Plan, memory_bytes: int | None) -> Table:
     for column in ("stages", "held throughout", "peak memory"):
         table.add_column(column, justify="right")
     for worker in range(plan.placement.workers):
-        chunks = " ".join(str(plan.placement.chunks[chunk]).partition("@")[0] for chunk in plan.placement.on(worker))
+        chunks = " ".join(_chunk(plan, chunk) for chunk in plan.placement.on(worker))
         peak = "" if plan.prediction is None else format_bytes(plan.prediction.peak_bytes[worker])
         if memory_bytes is not None:
             peak += f" of {format_bytes(memory_bytes)}"
         table.add_row(str(worker), chunks, str(len(plan.order[worker])), format_bytes(plan.static_bytes[worker]), peak)
     return table
+
+
+def _chunk(plan: Plan, number: int) -> str:
+    """ "vision[0:2]", and whose it is where there are several tasks: "caption.vision[0:2]"."""
+    chunk = plan.placement.chunks[number]
+    several = len({other.task for other in plan.placement.chunks}) > 1
+    return f"{chunk.task}." * several + str(chunk).partition("@")[0]
 
 
 def _modules_table(plan: Plan) -> Table:
@@ -237,7 +244,9 @@ def _modules_table(plan: Plan) -> Table:
     for module in dict.fromkeys(chunk.module for chunk in plan.placement.chunks):
         items = [item for item in plan.items if item.module == module]
         chunks = [number for number, chunk in enumerate(plan.placement.chunks) if chunk.module == module]
-        sizes = [len(part.items) for part in plan.parts[chunks[0]]]
+        # Every item is in one part of a chunk with the first layer; later chunks may be cut otherwise.
+        first = [number for number in chunks if plan.placement.chunks[number].start == 0]
+        sizes = [len(part.items) for number in first for part in plan.parts[number]]
         spread = f"{min(sizes)} to {max(sizes)}" if sizes and min(sizes) < max(sizes) else str(max(sizes, default=0))
         rows = sum(item.sizes["tokens"] for item in items)
         table.add_row(module, str(len(items)), str(rows), str(len(chunks)), str(len(sizes)), spread)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -60,7 +61,11 @@ def draw(plans: Sequence[Plan], measurements: Sequence[Measurement | None] = ())
     rows = [sum(plan.placement.workers for plan, _ in shown) for _, shown in panels]
     row_height = 0.34 if max(rows, default=1) <= 16 else 0.2
     heights = [row_height * count + 0.55 for count in rows]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.95), layout="constrained")
+    handles = _legend(plans)
+    longest = max((len(str(patch.get_label())) for patch in handles), default=1)
+    columns = max(1, int(WIDTH / (0.7 + 0.08 * longest)))
+    below = 0.2 * ceil(len(handles) / columns)
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 + below), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_title(plans), fontsize=12, x=0.012, ha="left", fontweight="bold")
     all_axes = figure.subplots(
@@ -74,7 +79,7 @@ def draw(plans: Sequence[Plan], measurements: Sequence[Measurement | None] = ())
         _draw_panel(axes, shown, unit_ns, end_ns)
     all_axes[-1].set_xlabel(f"time in {unit}; numbers are microbatches, the dashed line is the makespan", fontsize=9)
     figure.legend(
-        handles=_legend(plans), loc="outside lower center", ncols=12, fontsize=9, frameon=False, handlelength=1.4
+        handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False, handlelength=1.4
     )
     return figure
 

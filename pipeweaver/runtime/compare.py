@@ -64,8 +64,8 @@ def fastest(candidates: Sequence[Candidate]) -> Planning:
     return candidates[0].planning
 
 
-def in_words(candidates: Sequence[Candidate]) -> list[str]:
-    """Which is faster, by how much, at what memory; a line each."""
+def in_words(candidates: Sequence[Candidate], chosen: str) -> list[str]:
+    """Which is faster, by how much, at what memory, and what to set if it is not the `chosen` policy; a line each."""
     lines = []
     for one in candidates:
         if one.planning is None:
@@ -80,6 +80,10 @@ def in_words(candidates: Sequence[Candidate]) -> list[str]:
             f"{first.policy} is {second.step_ns / first.step_ns:.2f} times as fast as {second.policy}, "
             f"with {first.peak_bytes / second.peak_bytes:.2f} times its memory"
         )
+        if chosen == second.policy:
+            lines[-1] += (
+                f'; policy.name = "{first.policy}" is the faster one for this job, and "{AUTO}" finds it by itself'
+            )
     return lines
 
 

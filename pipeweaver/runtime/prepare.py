@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from pipeweaver.config import DEFAULT_ROUNDS, Job
+from pipeweaver.config import DEFAULT_ROUNDS, Job, TaskSet
 from pipeweaver.costs import Costs
 from pipeweaver.data.config import CustomData, DataConfig, DigitsData, JsonLinesData, build_dataset
 from pipeweaver.data.dataset import Dataset
 from pipeweaver.data.items import Batch
 from pipeweaver.data.loader import Loader
-from pipeweaver.data.tasks import joined
+from pipeweaver.data.tasks import TaskBatches, joined
 from pipeweaver.model.build import Activation, build_graph
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.model.part import seed_of
@@ -88,6 +88,35 @@ def job_loaders(job: Job, datasets: Mapping[str, Dataset], data: Data = "train")
 def job_sample(job: Job, loaders: Mapping[str, Loader], tasks: Collection[str] = ()) -> list[Batch]:
     """Batches of `tasks`, by default all, joined: what costs are measured on and a placement is made for."""
     return joined_rounds([sample_batches(loaders[task], job.tasks[task].modules) for task in tasks or job.tasks])
+
+
+def task_set_of(job: Job, steps: range) -> TaskSet:
+    """The task set that some steps belong to. Raises ValueError if there are no such steps, or they belong to several."""
+    if steps.stop > job.run.steps:
+        raise ValueError(
+            f"{job.path}: there is no step {steps.stop - 1}: run.steps = {job.run.steps}, and steps count from 0"
+        )
+    first, last = job.task_set_at(steps.start), job.task_set_at(steps.stop - 1)
+    if first != last:
+        raise ValueError(
+            f"{job.path}: steps {steps.start} and {steps.stop - 1} belong to different sets of run.task_sets, which have "
+            "placements of their own; take steps of one set"
+        )
+    return job.task_sets[first]
+
+
+def step_batches(job: Job, loaders: Mapping[str, Loader], steps: range) -> list[Batch]:
+    """The batches of some steps, each task's data where the steps before leave it. `loaders` stand at their beginning,
+    and are moved on."""
+    found: list[Batch] = []
+    first = 0
+    for task_set in job.task_sets:
+        batches = TaskBatches({task: loaders[task] for task in task_set.tasks}, first)
+        stop = first + task_set.steps
+        drawn = [batch for _, batch in zip(range(first, min(stop, steps.stop)), batches, strict=False)]
+        found += [batch for batch in drawn if batch.step in steps]
+        first = stop
+    return found
 
 
 def joined_rounds(tasks: Sequence[Sequence[Batch]]) -> list[Batch]:

@@ -11,12 +11,10 @@ its share, over the peak of all devices for the whole step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 
 from pipeweaver.cluster import format_bytes
 from pipeweaver.config import Job
 from pipeweaver.data.items import linked
-from pipeweaver.data.tasks import TaskBatches
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
@@ -94,7 +92,7 @@ def emulated_plans(
 ) -> tuple[ModelGraph, SemuCosts, list[tuple[Plan, ...]]]:
     """The plans of some steps, per step and replica, that a job would have on a machine. Raises as `estimate` does."""
     device = load_machine(machine)
-    _check_steps(job, steps)
+    tasks = prepare.task_set_of(job, steps).tasks
     _check_degree(job, tensor_parallel)
     graph = prepare.job_graph(job)
     datasets = prepare.job_datasets(job)["train"]
@@ -108,9 +106,8 @@ def emulated_plans(
         workers=job.workers.pipeline,
     )
     budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
-    planning = place(job, graph, prepare.job_sample(job, loaders), costs, budget)
-    batches = islice(TaskBatches(loaders), steps.start, steps.stop)
-    return graph, costs, [plan_batch(planning, batch) for batch in batches]
+    planning = place(job, graph, prepare.job_sample(job, loaders, tasks), costs, budget)
+    return graph, costs, [plan_batch(planning, batch) for batch in prepare.step_batches(job, loaders, steps)]
 
 
 def peak(plan: Plan, worker: int) -> Peak:
@@ -148,7 +145,7 @@ def render(found: Estimate) -> list[str]:
             listed = ", ".join(f"{_WORDS[name]} {format_bytes(size)}" for name, size in most.parts.items() if size)
             replica = f"replica {plan.replica} " if len(found.plans) > 1 else ""
             lines.append(
-                f"{replica}worker {worker}: peak {format_bytes(most.num_bytes)} at {most.action}, "
+                f"{replica}worker {worker}: peak {format_bytes(most.num_bytes)} in {most.action}, "
                 f"most of it {_WORDS[owner]}: {listed}"
             )
     coverage, machine = found.costs.coverage, found.machine
@@ -170,13 +167,6 @@ _WORDS = {
 }
 
 
-def _check_steps(job: Job, steps: range) -> None:
-    if steps.stop > job.run.steps:
-        raise ValueError(
-            f"{job.path}: there is no step {steps.stop - 1}: run.steps = {job.run.steps}, and steps count from 0"
-        )
-
-
 def _check_degree(job: Job, tensor_parallel: int) -> None:
     for name, module in job.modules.items():
         heads = getattr(module, "heads", tensor_parallel)
@@ -189,5 +179,5 @@ def _check_degree(job: Job, tensor_parallel: int) -> None:
 
 def _text(action: Action | None) -> str:
     if isinstance(action, Compute):
-        return str(action.stage)
-    return "no action" if action is None else type(action).__name__.lower()
+        return f"stage {action.stage}"
+    return "no action" if action is None else f"a {type(action).__name__.lower()}"

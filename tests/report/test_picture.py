@@ -103,3 +103,14 @@ def test_the_scale_has_a_readable_unit(plan, scale, unit):
     spans = tuple(tuple(Span(s.start_ns * scale, s.end_ns * scale) for s in lane) for lane in plan.prediction.spans)
     figure = draw([plan], [Measurement(spans=spans, transfers=(), step_ns=120_000 * scale)])
     assert figure.axes[-1].get_xlabel().startswith(f"time in {unit};")
+
+
+@pytest.mark.parametrize("letters", [1, 12])
+def test_the_legend_of_many_modules_fits_into_the_picture(plan, letters):
+    chunk = plan.placement.chunks[0]
+    more = tuple(replace(chunk, module=f"module{number}" * letters) for number in range(9))
+    figure = draw([replace(plan, placement=replace(plan.placement, chunks=plan.placement.chunks + more))])
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= legend.y0 and legend.y1 < figure.axes[0].get_window_extent().y0

@@ -42,9 +42,12 @@ def test_the_fastest_is_taken_and_the_words_say_by_how_much(asked):
     assert 0 < first.step_ns <= second.step_ns and min(first.peak_bytes, second.peak_bytes) > 0
     assert compare.place(*asked).policy == first.policy
     faster = f"{first.policy} is {second.step_ns / first.step_ns:.2f} times as fast as {second.policy}, with "
-    assert compare.in_words((first, second))[-1].startswith(faster)
+    assert compare.in_words((first, second), "1f1b")[-1].startswith(faster)
+    assert "policy.name" not in compare.in_words((first, second), first.policy)[-1]
+    told = compare.in_words((first, second), second.policy)[-1]
+    assert f'; policy.name = "{first.policy}" is the faster one for this job, and "auto" finds it by itself' in told
     swapped = (replace(first, peak_bytes=2 << 20), replace(second, peak_bytes=1 << 20))
-    assert compare.in_words(swapped)[-1].endswith("with 2.00 times its memory")
+    assert compare.in_words(swapped, "1f1b")[-1].endswith("with 2.00 times its memory")
 
 
 @pytest.mark.parametrize("policy", compare.CANDIDATES)
@@ -52,7 +55,9 @@ def test_what_cannot_run_the_job_is_left_out_with_its_reason(asked, monkeypatch,
     monkeypatch.setitem(POLICIES, policy, Policy(place=broken, plan=broken))
     able, unable = compare.compare(*asked)
     assert unable.policy == policy != compare.place(*asked).policy == able.policy
-    assert compare.in_words((able, unable))[1:] == [f"{policy} cannot run this job: two islands are one too many"]
+    assert compare.in_words((able, unable), policy)[1:] == [
+        f"{policy} cannot run this job: two islands are one too many"
+    ]
 
 
 def test_a_job_that_nothing_can_run(asked, monkeypatch):
