@@ -79,7 +79,7 @@ def read_index(folder: Path) -> list[Entry]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             entries.append(msgspec.json.decode(line, type=Entry))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not entries:
         raise ValueError(f"{path} is empty: no order was executed")
@@ -93,7 +93,10 @@ def read_index(folder: Path) -> list[Entry]:
 def load_recorded(folder: Path, entry: Entry) -> tuple[Plan, ...]:
     """The plans of an entry. Raises ValueError, naming the file, if they are not those that were executed."""
     plans = load_plans(folder / entry.file)
-    found = tuple(plan.fingerprint for plan in plans)
+    try:
+        found = tuple(plan.fingerprint for plan in plans)
+    except OverflowError as error:  # a number that no plan has
+        raise ValueError(f"{folder / entry.file}: not a plan file: {error}") from None
     if found != entry.fingerprints:
         raise ValueError(
             f"{folder / entry.file}: fingerprints {', '.join(found)}, but {', '.join(entry.fingerprints)} were "

@@ -39,7 +39,7 @@ def load_plans(path: Path) -> tuple[Plan, ...]:
     try:
         content = path.read_bytes()
         return decoder.decode(gzip.decompress(content) if path.suffix == ".gz" else content, type=tuple[Plan, ...])
-    except (msgspec.DecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (msgspec.DecodeError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not a plan file: {error}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
