@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from pipeweaver.own_code import look_beside
 from pipeweaver.runtime.process import RunError
 
 if TYPE_CHECKING:
@@ -273,8 +274,7 @@ def _load(config: Path, overrides: list[str] | None, *, warn: bool = True) -> Jo
     from pipeweaver.config import load, without_effect
 
     warnings.showwarning = _show_warning
-    # Modules and data of the user's own lie beside the file.
-    sys.path.insert(0, str(config.resolve().parent))
+    look_beside(config)
     job = load(config, overrides or ())
     for warning in without_effect(job) if warn else ():
         print(f"warning: {job.path}: {warning}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Functions of the user's own, named in a job as "package.module:function".
 
+    look_beside("examples/own_module.toml")                    own_module is examples/own_module.py from now on
     call_own("own_module:convolutions", "vision", layers=4)    is    own_module.convolutions("vision", layers=4)
 
 A name that leads nowhere, or arguments that the function does not take, are told in one line. What the function
@@ -11,7 +12,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+
+def look_beside(job: str | Path) -> None:
+    """Every process that reads a job calls this first: modules of the user's own lie beside the job's file."""
+    folder = str(Path(job).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def call_own(build: str, *positional: Any, **options: Any) -> Any:

@@ -38,6 +38,7 @@ import msgspec  # noqa: E402
 
 from pipeweaver import config  # noqa: E402
 from pipeweaver.calibrate import unpack_costs  # noqa: E402
+from pipeweaver.own_code import look_beside  # noqa: E402
 from pipeweaver.policies import POLICIES  # noqa: E402
 from pipeweaver.policies.policy import StepSearch  # noqa: E402
 from pipeweaver.runtime import prepare  # noqa: E402
@@ -74,6 +75,7 @@ def main(planning_of: Callable[[Begin], Planning] | None = None) -> None:
 def job_planning(begin: Begin) -> Planning:
     """What plans of the job depend on. Raises ValueError if its file is not what it was when the run began."""
     setup = msgspec.msgpack.decode(begin.setup, type=JobSetup)
+    look_beside(setup.path)
     job = config.load(setup.path, setup.overrides)
     if prepare.fingerprint(job) != setup.fingerprint:
         raise ValueError(f"{setup.path} has changed since the run began")

@@ -11,10 +11,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from pipeweaver.config import load
+from pipeweaver.runtime import planner_process
 from pipeweaver.runtime import service as service_module
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.runtime.planner_messages import Begin, JobSetup, Planned, Taken, Wanted, encode
 from pipeweaver.runtime.planner_process import Search, job_planning
+from pipeweaver.runtime.prepare import fingerprint
 from pipeweaver.runtime.reuse import Reuse
 from pipeweaver.runtime.service import Service
 from tests.train import service_cases
@@ -279,6 +282,26 @@ def test_what_is_no_plan_for_the_batch_is_never_trained_on(start, tmp_path, what
         service._reuse = Reuse()
     assert all("sent what is no" in words for words in service.said)
     assert service.said[2].endswith("left out from here on: the first worker makes all plans, without search")
+
+
+def test_a_planner_process_finds_modules_beside_the_job(tmp_path, monkeypatch):
+    examples = Path(__file__).parents[2] / "examples"
+    (tmp_path / "beside_the_job.py").write_text((examples / "own_module.py").read_text())
+    path = tmp_path / "job.toml"
+    path.write_text((examples / "own_module.toml").read_text().replace("own_module:", "beside_the_job:"))
+    setup = JobSetup(
+        path=str(path),
+        overrides=(),
+        fingerprint=fingerprint(load(path)),
+        policy="dynamic",
+        placement=planning().placement,
+        budget_bytes=None,
+        costs=b"",
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))  # what is added does not stay
+    monkeypatch.setattr(planner_process, "unpack_costs", lambda packed, graph: planning().costs)
+    found = job_planning(Begin(setup=msgspec.Raw(msgspec.msgpack.encode(setup))))
+    assert "convolution" in found.graph.by_name["vision"].layers[0].kind
 
 
 def test_a_job_that_has_changed_since_the_run_began_is_not_planned_for(tmp_path):
