@@ -79,20 +79,18 @@ class SegmentPlanner:
         num_candidates: int = CANDIDATES,
     ) -> None:
         self.budget_bytes, self.seed, self.rounds = budget_bytes, seed, 0
-        self._without_copies = partial(
+        self._options = options
+        self._other = partial(
             SegmentPlanner,
             graph,
             placement,
             share,
             costs,
-            budget_bytes=budget_bytes,
             seed=seed,
             forward_only=forward_only,
-            options=msgspec.structs.replace(options, strategies=tuple(s for s in options.strategies if s != "offload")),
             dtype=dtype,
             num_candidates=num_candidates,
         )
-        self._may_copy = "offload" in options.strategies
         parts = cut_parts(graph, placement, share, items_per_part(graph, [share], costs) | options.items_per_part)
         self.step = StepStages(graph, placement, share, parts, costs, dtype=dtype, forward_only=forward_only)
         size = len(self.step)
@@ -150,9 +148,11 @@ class SegmentPlanner:
                 found = self._assigned(self._interleaved(self._search.best, limits), limits, exact=True)
             except LimitError:
                 break
-        if self._may_copy:
+        if "offload" in self._options.strategies:
             # What is on its way to the host takes memory too: less may be needed without.
-            other = self._without_copies()
+            kept = tuple(strategy for strategy in self._options.strategies if strategy != "offload")
+            options = msgspec.structs.replace(self._options, strategies=kept)
+            other = self._other(budget_bytes=self.budget_bytes, options=options)
             other.run(self.rounds)
             return other.plan(policy)
         return self._in_turn(policy)
@@ -230,7 +230,7 @@ class SegmentPlanner:
         return slack
 
     def _in_turn(self, policy: str) -> tuple[Draft, FlatPlan]:
-        """One microbatch after the other, everything lean."""
+        """One microbatch after the other, everything lean; or what is planned without a budget, should that fit."""
         assert self.budget_bytes is not None, "without limits every order will do"
         problem = self.made.problem
         at = problem.worker[problem.sequence]
@@ -239,6 +239,12 @@ class SegmentPlanner:
         assert plan.prediction is not None
         peak = max(plan.prediction.peak_bytes)
         if peak > self.budget_bytes:
+            free = self._other(options=self._options)
+            free.run(self.rounds)
+            found = free.plan(policy)
+            assert found[1].prediction is not None
+            if max(found[1].prediction.peak_bytes) <= self.budget_bytes:
+                return found
             worker = plan.prediction.peak_bytes.index(peak)
             raise ValueError(
                 f"no plan of step {self.step.share.step} fits: worker {worker} needs {peak:,} bytes even with one "

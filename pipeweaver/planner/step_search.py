@@ -143,6 +143,7 @@ class StepPlanner:
 
     def plan(self, policy: str = "dynamic") -> tuple[Draft, FlatPlan]:
         """The best plan so far, within the budget. Raises ValueError, naming worker and bytes, if there is none."""
+        asked = self.rounds
         while self.best is None and self._agenda is not None:
             self.run(1)
         if self._plan is None:
@@ -150,8 +151,7 @@ class StepPlanner:
                 assert self._found is not None
                 self._plan = self.best.draft(self._found.orders), completed(self.best.step, self._found)
             else:
-                self._plan = self.leanest()
-                self._check(self._plan[1])
+                self._plan = self._last_resort(asked)
         draft, plan = self._plan
         named = msgspec.structs.replace(draft, policy=policy, seed=self.seed, rounds=self.rounds)
         head = msgspec.structs.replace(plan.head, policy=policy, seed=self.seed, rounds=self.rounds)
@@ -174,6 +174,34 @@ class StepPlanner:
                 least = (peak, draft, plan)
         assert least is not None, "there is at least one cut"
         return least[1:]
+
+    def _last_resort(self, rounds: int) -> tuple[Draft, FlatPlan]:
+        """Where no try fits: the leanest plan, or else one that knows no budget: the search reckons with more than compiled
+        plans hold, and recomputing what little is saved can take more than it frees. Raises ValueError, naming worker
+        and bytes, if neither fits."""
+        leanest = self.leanest()
+        if self._excess(leanest[1]) > 0:
+            free = StepPlanner(
+                self.graph,
+                self.placement,
+                self.share,
+                self.costs,
+                seed=self.seed,
+                forward_only=self.forward_only,
+                options=self.options,
+                dtype=self.dtype,
+            )
+            free.run(rounds)
+            found = free.plan()
+            if self._excess(found[1]) <= 0:
+                return found
+        self._check(leanest[1])
+        return leanest
+
+    def _excess(self, plan: FlatPlan) -> int:
+        """Bytes that the fullest worker holds beyond the budget."""
+        assert plan.prediction is not None and self.budget_bytes is not None
+        return max(plan.prediction.peak_bytes) - self.budget_bytes
 
     def _allowed(self) -> Ladders:
         """What options, budget and batch leave open."""

@@ -69,9 +69,9 @@ def test_a_budget_that_suffices_for_lean_microbatches_one_by_one_is_kept(name, w
     placement = POLICY.place(graph, workers, costs, [share_of(graph, [2, 1])])
     free = planned(graph, placement, share, costs)
     ample = 2 * max(free.prediction.peak_bytes)
-    planner = SegmentPlanner(graph, placement, share, costs, budget_bytes=ample, options=options)
-    if "offload" in allowed and generosity < 0.5:  # what recomputation alone can do is possible with copies allowed
-        planner = planner._without_copies()
+    # What recomputation alone can do is possible with copies allowed.
+    used = PolicyOptions(strategies=ALL[:2]) if "offload" in allowed and generosity < 0.5 else options
+    planner = SegmentPlanner(graph, placement, share, costs, budget_bytes=ample, options=used)
     lean = planner._in_turn("pipeweaver")[1].prediction.peak_bytes
     budget = max(lean) + int(generosity * max(0, max(free.prediction.peak_bytes) - max(lean)))
     planned(graph, placement, share, costs, budget_bytes=budget, options=options, rounds=2)
