@@ -35,8 +35,8 @@ Natural = Annotated[int, Meta(ge=0)]
 MOST_WORKERS = 10_000
 MOST = 10**15
 """All times together, and all bytes; far from where 64 bits end."""
-MOST_STATES = 100_000
-"""Sets of done stages that are looked at for an order within the limits."""
+MOST_WORK = 3_000_000
+"""For an order within the limits: stages that are looked at, and bytes that sets of them take; a few seconds."""
 
 
 class HeldStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,19 +127,22 @@ def topological_order(held: Held) -> list[int] | None:
 
 
 def roomy_order(held: Held, order: Sequence[int], group: Sequence[int]) -> list[int] | None:
-    """An order within the limits, group after group; None if there is none, or too many were looked at.
+    """An order within the limits, group after group; None if there is none, or none was found with `MOST_WORK`.
 
-    Each group begins with nothing held. Depth first in `order`; a set of done stages that led nowhere is not looked at
-    again, and a stage after which no more is held than before comes at once, since it forbids nothing.
+    Each group begins with nothing held. `order` is taken where it fits, or the stages as they are numbered; else a group is
+    searched depth first in `order`. A set of done stages that led nowhere is not looked at again, and a stage after which
+    no more is held than before comes at once, since it forbids nothing.
     """
     members: dict[int, list[int]] = {}
     for number in order:
         members.setdefault(group[number], []).append(number)
     found: list[int] = []
-    left = MOST_STATES
+    left = MOST_WORK
     for stages in members.values():
-        part, used = _within_limits(held, stages, left)
-        left -= used
+        part = next((known for known in (stages, sorted(stages)) if _keeps_to_limits(held, known)), None)
+        if part is None:
+            part, used = _within_limits(held, stages, left)
+            left -= used
         if part is None:
             return None
         found += part
@@ -193,43 +196,59 @@ def held_problem(held: Held) -> tuple[Problem, Ints | None]:
     return problem, np.array([min(limit, MOST) for limit in held.limits], np.int64)  # no stages hold more than MOST
 
 
-def _within_limits(held: Held, stages: Sequence[int], most_states: int) -> tuple[list[int] | None, int]:
-    """(an order of a group's stages within the limits or None, states looked at)."""
+def _keeps_to_limits(held: Held, stages: Sequence[int]) -> bool:
+    """Whether a group's stages can run in this order, each after what it waits for."""
+    assert held.limits is not None
+    room, frees = list(held.limits), dict.fromkeys(stages, 0)
+    place = {number: i for i, number in enumerate(stages)}
+    for number in stages:
+        stage = held.stages[number]
+        before, behind = (other for other, _ in stage.lags), (last for _, last in stage.bytes)
+        if any(place[o] > place[number] for o in before) or any(place[o] < place[number] for o in behind):
+            return False
+        room[stage.worker] -= sum(amount for amount, _ in stage.bytes)
+        if room[stage.worker] < 0:
+            return False
+        for amount, last in stage.bytes:
+            frees[last] += amount
+        room[stage.worker] += frees[number]
+    return True
+
+
+def _within_limits(held: Held, stages: Sequence[int], most_work: int) -> tuple[list[int] | None, int]:
+    """(an order of a group's stages within the limits or None, work that it took)."""
     assert held.limits is not None
     place = {number: i for i, number in enumerate(stages)}
     needs, takes, frees, most = [0] * len(stages), [0] * len(stages), [0] * len(stages), [0] * len(stages)
+    followers: list[list[int]] = [[] for _ in stages]
     for i, number in enumerate(stages):
         stage = held.stages[number]
-        for other, _ in stage.lags:
-            needs[i] |= 1 << place[other]
+        waits_for = [(place[other], i) for other, _ in stage.lags]
         for amount, last in stage.bytes:
             most[i] += amount
             if last != number:
                 takes[i] += amount
                 frees[place[last]] += amount
-                needs[place[last]] |= 1 << i
-    followers: list[list[int]] = [[] for _ in stages]
-    for i, needed in enumerate(needs):
-        while needed:
-            lowest = needed & -needed
-            followers[lowest.bit_length() - 1].append(i)
-            needed -= lowest
+                waits_for.append((i, place[last]))
+        for before, after in waits_for:
+            needs[after] |= 1 << before
+            followers[before].append(after)
     worker = [held.stages[number].worker for number in stages]
     room = list(held.limits)
-    done, order = 0, list[int]()
+    done, order, work = 0, list[int](), 0
     ready = {i for i, needed in enumerate(needs) if not needed}
-    tried: list[list[int]] = []  # what is still to be tried after so many stages
     seen = set[int]()
 
     def choices() -> list[int]:
+        """What may come next, the last one first."""
         fitting = sorted((i for i in ready if most[i] <= room[worker[i]]), reverse=True)
         free = next((i for i in reversed(fitting) if takes[i] <= frees[i]), None)
         return fitting if free is None else [free]
 
-    tried.append(choices())
+    tried = [choices()]  # what is still to be tried after so many stages
     while len(order) < len(stages):
-        if len(seen) >= most_states:
-            return None, len(seen)
+        if work > most_work:
+            return None, work
         if tried[-1]:
             i = tried[-1].pop()
             if done | 1 << i in seen:
@@ -240,14 +259,15 @@ def _within_limits(held: Held, stages: Sequence[int], most_states: int) -> tuple
             room[worker[i]] += frees[i] - takes[i]
             ready.remove(i)
             ready |= {j for j in followers[i] if needs[j] & done == needs[j]}
+            work += len(ready) + len(stages) // 8
             tried.append(choices())
             continue
         tried.pop()
         if not order:
-            return None, len(seen)
+            return None, work
         i = order.pop()
         done ^= 1 << i
         room[worker[i]] -= frees[i] - takes[i]
         ready -= set(followers[i])
         ready.add(i)
-    return [stages[i] for i in order], len(seen)
+    return [stages[i] for i in order], work

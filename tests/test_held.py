@@ -172,6 +172,17 @@ def test_whatever_has_an_order_within_its_limits_gets_one_and_keeps_to_it():
     assert min(outcomes.values()) >= 10
 
 
+def test_stages_that_fit_as_they_are_numbered_are_taken_so():
+    """However many: a search would not find the way. Each stage holds one byte until the second next is done."""
+    count = 20_000
+    stages = [
+        {"worker": 0, "duration": 1, "bytes": [[1, min(i + 2, count - 1)]], "after": [i - 7] if i > 6 else []}
+        for i in range(count)
+    ]
+    held = msgspec.convert({"workers": 1, "limits": [3], "stages": stages}, type=Held)
+    searched(*held_problem(held), seconds=0)
+
+
 def test_a_hundred_thousand_stages_that_wait_for_nothing_are_read_at_once():
     stages = [{"worker": i % 4, "duration": 1 + i % 7} for i in range(100_000)]
     held = msgspec.convert({"workers": 4, "stages": stages}, type=Held)  # quadratic, this takes minutes
