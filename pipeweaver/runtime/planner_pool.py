@@ -40,7 +40,8 @@ class Planner:
     """A planner process: the one that runs now, in the how manieth life; `failures` since its last plan.
 
     `is_settled`: it has said something about a plan in this life; `is_late`: nothing since a plan was waited for in vain;
-    `owes_since` (on the monotonic clock) it owes an answer and has said nothing. All for whoever hears of it.
+    `owes_since` (on the monotonic clock) it owes an answer and has said nothing. All for whoever hears of it. `pid` is 0
+    before its first life.
     """
 
     process: subprocess.Popen[bytes] | None = None
@@ -53,10 +54,11 @@ class Planner:
     is_late: bool = False
     owes_since: float | None = None
     pid: int = 0
+    can_start: bool = True
 
     @property
     def is_there(self) -> bool:
-        return self.failures < MOST_FAILURES
+        return self.can_start and self.failures < MOST_FAILURES
 
 
 class Pool:
@@ -166,14 +168,21 @@ class Pool:
         mine, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS}
         environment |= {PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        with theirs:
-            planner.process = subprocess.Popen(
-                [*self._command, str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the launcher
-            )
+        try:
+            with theirs:
+                planner.process = subprocess.Popen(
+                    [*self._command, str(theirs.fileno())],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # Ctrl-C is for the launcher
+                )
+        except OSError as error:  # no memory, no process, no file left: another attempt would fare no better
+            mine.close()
+            with self._lock:
+                planner.can_start = False
+                self._tell_lost(planner, f"cannot be started ({error.strerror})")
+            return
         mine.setblocking(False)
         planner.end, planner.inbox, planner.pid = mine, Inbox(), planner.process.pid
         planner.lives += 1

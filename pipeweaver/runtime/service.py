@@ -16,6 +16,7 @@ What may happen, and what follows:
     it hangs                 the same, after `FROZEN_S`
     it finds no plan         the batch is planned in place, which says what the matter is
     it fails again and again plans are made in place for the rest of the run
+    it cannot be started     the same, at once
 
 With a fixed number of rounds plans are waited for, and those made in place have the same rounds: what is trained on
 depends on none of this.
@@ -40,6 +41,7 @@ from pipeweaver.runtime.planner_messages import Begin, FromPlanner, Planned, Rea
 from pipeweaver.runtime.planner_pool import COMMAND, Planner, Pool
 from pipeweaver.runtime.recorded import shares_of
 from pipeweaver.runtime.reuse import Reuse
+from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Plan
 from pipeweaver.schedule.verify import verify
 from pipeweaver.semu.correct import rounded
@@ -98,6 +100,7 @@ class Service:
     ) -> None:
         assert processes >= 1, processes
         self._planning = replace(planning, rounds=rounds or 0)
+        self._static_bytes = static_bytes(planning.graph, planning.placement, planning.costs)
         self._waits_for_search = rounds is not None
         self._say = say or _say
         self._said_late = False
@@ -215,6 +218,8 @@ class Service:
                 raise ValueError(f"it is for another placement, or for step {plan.step}")
             if plan.forward_only != work.forward_only:
                 raise ValueError(f"it {'lacks' if plan.forward_only else 'has'} the backward")
+            if plan.static_bytes != self._static_bytes:
+                raise ValueError(f"its workers hold {plan.static_bytes} bytes throughout, not {self._static_bytes}")
         shares = shares_of(plans, planning.graph, sample)
         if sum(len(plan.records) for plan in plans) != len(samples):
             raise ValueError(f"it does not have all {len(samples)} samples of the batch")
@@ -289,11 +294,11 @@ class Service:
         then = f"it is started again, and {IN_PLACE}"
         if not planner.is_there:
             others = any(other.is_there for other in self._pool.planners)
-            then = f"it failed {planner.failures} times and is left out from here on"
+            then = f"it {f'failed {planner.failures} times and ' if planner.can_start else ''}is left out from here on"
             then += "" if others else ": the first worker makes all plans, without search"
         if self._waits_for_search:
             then = then.replace(", without search", "")
-        self._say(f"warning: planner process {planner.pid} {why}; {then}")
+        self._say(f"warning: planner process {f'{planner.pid} ' if planner.pid else ''}{why}; {then}")
         for work in self._works.values():
             for piece in work.pieces:
                 if piece.planner is planner:

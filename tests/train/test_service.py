@@ -225,6 +225,16 @@ def test_a_process_frozen_from_the_start_is_ended_once_however_many_batches_wait
     assert planner.failures == 1 and len(service.said) == 2
 
 
+def test_processes_that_cannot_be_started_are_told_and_done_without(start):
+    service = start(command=("/nowhere/python",), processes=2, replicas=2)
+    assert_right(taken(service, range(3)), range(3))
+    assert service.said == [
+        "warning: planner process cannot be started (No such file or directory); it is left out from here on",
+        "warning: planner process cannot be started (No such file or directory); it is left out from here on: "
+        "the first worker makes all plans, without search",
+    ]
+
+
 def garbage(plans, other):
     """What a broken process may say of `plans`, by what is wrong with it: the bytes that it sends."""
 
@@ -245,6 +255,7 @@ def garbage(plans, other):
         "a sample is missing": planned([replace(plan, records=dict(list(plan.records.items())[1:]))]),
         "an action is missing": planned([replace(plan, actions=(plan.actions[0][1:], *plan.actions[1:]))]),
         "orders of other workers": planned([replace(plan, order=plan.order[::-1])]),
+        "less memory": planned([replace(plan, static_bytes=tuple(one // 2 for one in plan.static_bytes))]),
         "the forward alone": planned(forward_only),
         "nested without end": b"\xd3\x30\0\0\x82\xa4type\xa5Ready\xa1x" + b"\x91" * 12_484 + b"\xc0",
         "links in another order": planned([replace(plan, links=plan.links[::-1])]),
