@@ -41,6 +41,9 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the files of an earlier run in the output folder.")
 ]
 
+MOST_PER_CORE = 32
+"""Worker processes: some hundred MiB each."""
+
 Machine = Annotated[str, typer.Option("--machine", help="A shipped machine (H800, A100…) or a machine file.")]
 TensorParallel = Annotated[int, typer.Option("--tensor-parallel", min=1, help="Devices per worker.")]
 
@@ -241,9 +244,16 @@ def _calibrate_first(job: Job, config: Path, overrides: list[str] | None) -> Non
 
 
 def _launch(job: Job, command: str, config: Path, overrides: list[str] | None, *flags: str) -> int:
-    """Run a command once per worker on this machine. Returns the exit code."""
+    """Run a command once per worker on this machine. Returns the exit code. Raises ValueError if they are far too many."""
+    from pipeweaver.cluster import available_cores
     from pipeweaver.runtime.launch import launch
 
+    cores = len(available_cores())
+    if job.workers.total > MOST_PER_CORE * cores:
+        raise ValueError(
+            f"{job.path}: [workers] asks for {job.workers.total} worker processes, and this machine has {cores} cores: more "
+            f"than {MOST_PER_CORE} per core are not started; use fewer, or torchrun on more machines"
+        )
     arguments = [argument for override in overrides or () for argument in ("--set", override)]
     return launch(
         [sys.executable, "-m", "pipeweaver", command, str(config), *arguments, *flags],

@@ -94,7 +94,7 @@ class Planner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     less if the step begins before; where `policy.rounds` is set, for so many rounds."""
 
     processes: PositiveInt | None = None
-    ahead: PositiveInt = 2
+    ahead: Annotated[int, Meta(ge=1, le=1000)] = 2
     seconds: NonNegativeFloat = 1.0
 
 
@@ -215,6 +215,11 @@ def without_effect(job: Job) -> tuple[str, ...]:
             found.append(f"planner.seconds has no effect with policy {policy}, which does not search step by step")
         elif job.policy.rounds is not None:
             found.append("planner.seconds has no effect: policy.rounds is set, so that many rounds are waited for")
+    cores = len(available_cores())
+    if job.planner.processes is not None and job.planner.processes > cores:
+        found.append(
+            f"planner.processes = {job.planner.processes}: this machine has {cores} cores, so {cores} are started"
+        )
     microbatches = sum(task.microbatches for task in job.tasks.values())
     if job.workers.replicas > microbatches:
         found.append(
@@ -227,10 +232,10 @@ def without_effect(job: Job) -> tuple[str, ...]:
     if job.run.evaluate_every > job.run.steps:
         found.append(f"run.evaluate_every = {job.run.evaluate_every} is beyond the last step, {job.run.steps}")
     needed = job.workers.total * job.workers.threads
-    if job.workers.pin and job.run.device == "cpu" and needed > len(available_cores()):
+    if job.workers.pin and job.run.device == "cpu" and needed > cores:
         found.append(
             f"workers.pin has no effect: {job.workers.total} workers of {job.workers.threads} threads "
-            f"need {needed} cores, this machine has {len(available_cores())}"
+            f"need {needed} cores, this machine has {cores}"
         )
     return tuple(found)
 

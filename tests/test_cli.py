@@ -127,6 +127,12 @@ def test_a_mistake_ends_the_process_with_exit_code_2() -> None:
     assert done.stderr == "error: nowhere.toml: cannot be read: No such file or directory\n"
 
 
+def test_far_too_many_workers_are_not_started() -> None:
+    done = CliRunner().invoke(cli.app, ["calibrate", DIGITS, *SMALL, "--set=workers.replicas=100000"])
+    assert done.exit_code == 2
+    assert "[workers] asks for 200000 worker processes, and this machine has" in done.stderr
+
+
 def test_unknown_commands_and_options() -> None:
     assert run("trian", DIGITS).returncode == 2
     done = run("train", DIGITS, "--stes", "3")
@@ -202,7 +208,7 @@ def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
 def test_a_budget_that_no_plan_fits_names_worker_and_missing_bytes(tmp_path: Path) -> None:
     told = mistake("plan", DIGITS, *SMALL, f"--set=run.output={tmp_path}", "--set=workers.memory=1 KB")
     assert re.search(r"worker \d needs [\d,]+ bytes .* [\d,]+ more than the budget of 1,000; ", told)
-    assert told.endswith("use more workers, smaller microbatches, or a larger budget")
+    assert told.endswith("use more workers, smaller microbatches, or a larger budget (workers.memory)")
 
 
 def test_ctrl_c_ends_all_workers(tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def test_a_file_without_a_model(path: Path) -> None:
             ["policy.name=dynamic", "policy.encoder_first=false", "policy.rounds=3", "planner.seconds=3"],
             ["planner.seconds has no effect: policy.rounds is set"],
         ),
+        (["planner.processes=1000"], ["planner.processes = 1000: this machine has"]),
         (["run.evaluate_every=11"], ["run.evaluate_every = 11 is beyond the last step, 10"]),
         (
             ["workers.replicas=1000"],

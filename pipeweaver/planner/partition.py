@@ -125,7 +125,7 @@ def contiguous(
         counted = ", ".join(f"{name} {len(graph.by_name[name].layers)}" for name in names)
         whole = f" ({' and '.join(first)} kept whole)" if first else ""
         raise ValueError(
-            f"{workers} workers with {pieces_per_worker} pieces each need {pieces} layers, but there are only "
+            f"pipeline = {workers} with pieces_per_worker = {pieces_per_worker} needs {pieces} layers, but there are only "
             f"{len(weights)} to share out: {counted}{whole}; use fewer workers or pieces_per_worker, or policy dynamic"
         )
     cuts = split(weights, pieces)

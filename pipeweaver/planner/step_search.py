@@ -376,5 +376,5 @@ class StepPlanner:
                 f"no plan of step {self.share.step} fits: worker {worker} needs {peak:,} bytes even with one "
                 f"microbatch at a time, {peak - self.budget_bytes:,} more than the budget of {self.budget_bytes:,}; "
                 f"{int(self._static[worker]):,} of them are parameters, gradients and optimizer state; use more "
-                f"workers, smaller microbatches, or a larger budget"
+                f"workers, smaller microbatches, or a larger budget (workers.memory)"
             )

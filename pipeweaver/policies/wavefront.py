@@ -238,5 +238,5 @@ def _too_much(
         f"no wavefront plan of step {share.step} fits: worker {worker} needs {predicted.peak_bytes[worker]:,} bytes even in "
         f"the most passes that its samples allow, {predicted.peak_bytes[worker] - budget_bytes:,} more than the budget of "
         f"{budget_bytes:,}; {static:,} of them are parameters, gradients and optimizer state; use more workers, smaller "
-        f"batches, or a larger budget"
+        f"batches, or a larger budget (workers.memory)"
     )

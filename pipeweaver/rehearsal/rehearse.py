@@ -137,7 +137,10 @@ def rehearse(
         write_script(folder, script)
         marks_for(script.steps, folder / "marks")
         command = [sys.executable, "-m", "pipeweaver.rehearsal.process", name]
-        if code := launch(command, num_workers=num_ranks):
+        code = launch(command, num_workers=num_ranks)
+        if code == 130:  # said by the launcher
+            raise KeyboardInterrupt
+        if code:
             raise RunError("the rehearsal did not come to its end", code=code)
         reports = list(read_reports(folder, num_ranks))
     found, first = [], 0

@@ -84,7 +84,7 @@ def planned_orders(
         return Service(
             planning,
             setup,
-            processes=job.planner.processes or default_processes(len(usable), job.workers.replicas, job.planner.ahead),
+            processes=_num_processes(job, len(usable)),
             rounds=job.rounds_of(planning.policy),
             seconds=job.planner.seconds,
             cores=cores,
@@ -108,9 +108,12 @@ def planned_orders(
     return orders(), plannings[0].placement
 
 
-def default_processes(cores: int, replicas: int, ahead: int) -> int:
-    """Half the cores at most, and no more than there are plans to be made at a time."""
-    return max(1, min(cores // 2, replicas * (ahead + 1)))
+def _num_processes(job: Job, cores: int) -> int:
+    """Planner processes: as set, one per core at most; by default half the cores at most, and no more than there are plans
+    to be made at a time."""
+    if job.planner.processes is not None:
+        return min(job.planner.processes, len(available_cores()))
+    return max(1, min(cores // 2, job.workers.replicas * (job.planner.ahead + 1)))
 
 
 def replayed_orders(

@@ -85,7 +85,9 @@ def test_encoder_first_keeps_encoders_whole():
 
 def test_too_few_layers_for_the_pieces_is_said_with_numbers():
     graph = graph_of("encoder", (1, 2))
-    with pytest.raises(ValueError, match=r"4 workers with 1 pieces each need 4 layers.*only 3.*vision 1, language 2"):
+    with pytest.raises(
+        ValueError, match=r"pipeline = 4 with pieces_per_worker = 1 needs 4 layers.*only 3.*vision 1, language 2"
+    ):
         contiguous(graph, 4, {"vision": [1], "language": [1] * 2}, {"main": ("vision", "language")})
     with pytest.raises(ValueError, match=r"only 3 to share out: vision 9, language 2 \(vision kept whole\)"):
         graph = graph_of("encoder", (9, 2))

@@ -147,5 +147,5 @@ def _check_memory(plan: FlatPlan, budget_bytes: int | None) -> None:
                 "memory",
                 f"worker {worker} peaks at {peak:,} bytes in {what}, {peak - budget_bytes:,} over its budget of "
                 f"{budget_bytes:,}; {static:,} are parameters, gradients and optimizer state; "
-                "use more workers, smaller microbatches, a larger budget, or policy dynamic, which minds it",
+                "use more workers, smaller microbatches, a larger budget (workers.memory), or policy dynamic, which minds it",
             )
