@@ -214,7 +214,7 @@ def _searched(
         num_candidates=num_candidates,
     )
     planner.run(rounds)
-    return _proven(case, share, planner.plan()[1], budget_bytes=case.budget_bytes)
+    return _proven(case, share, planner.plan(), budget_bytes=case.budget_bytes)
 
 
 def _proven(case: Case, share: Share, plan: FlatPlan, *, budget_bytes: int | None) -> FlatPlan:
@@ -234,7 +234,7 @@ def _dynamic(case: Case, placement: Placement, share: Share, options: PolicyOpti
         case.graph, placement, share, case.costs, budget_bytes=case.budget_bytes, options=options, dtype=DTYPE
     )
     planner.run(rounds)
-    prediction = planner.plan()[1].prediction
+    prediction = planner.plan().prediction
     assert prediction is not None
     return prediction.makespan_ns
 

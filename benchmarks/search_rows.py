@@ -23,7 +23,7 @@ from pipeweaver.planner.segment_plan import SegmentPlanner
 from pipeweaver.planner.step_search import StepPlanner
 from pipeweaver.policies import POLICIES
 from pipeweaver.schedule.flat import FlatPlan
-from pipeweaver.schedule.ir import Draft, Placement
+from pipeweaver.schedule.ir import Placement
 from pipeweaver.schedule.verify import verify_flat
 
 DTYPE = "bfloat16"
@@ -45,7 +45,7 @@ class Planner(Protocol):
 
     def run(self, rounds: int) -> None: ...
 
-    def plan(self) -> tuple[Draft, FlatPlan]: ...
+    def plan(self) -> FlatPlan: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def planned(case: Case, policy: str, placement: Placement, share: Share, *, unli
     planner = planner_of(policy, case, placement, share, budget)
 
     def proven() -> FlatPlan:
-        _, plan = planner.plan()
+        plan = planner.plan()
         verify_flat([plan], case.graph, [share], dtype=DTYPE, budget_bytes=budget)
         return plan
 

@@ -26,7 +26,7 @@ from pipeweaver.schedule.ir import Chunk
 
 T = TypeVar("T")
 
-MERGES = (1, 2, 4, 8)
+MERGES = (1, 2, 3, 4, 6, 8)
 PARTS = (0.5, 0.7, 1, 2, 3, 4, 6, 8, 12, 16)
 LEVELS = (1.0, 0.85, 0.7, 0.55, 0.4, 0.2, 0.0)
 """The ladders."""
@@ -59,20 +59,23 @@ class Ladders(NamedTuple):
     levels: tuple[float, ...] = (1.0,)
     splits: tuple[bool, ...] = (False,)
 
-    def neighbours(self, choice: Choice) -> Iterator[Choice]:
-        """Choices one step away, those that help most often first."""
-        for level in _beside(self.levels, choice.level):
+    def neighbours(self, choice: Choice, finer_first: bool) -> Iterator[Choice]:
+        """Choices one step away, those that help most often first: finer ones where the pipeline has gaps, and coarser
+        ones, which lose less to small parts, where it has not."""
+        finer = [choice._replace(parts=parts) for parts in _after(self.parts, choice.parts)]
+        finer += [choice._replace(merge=merge) for merge in _after(self.merges[::-1], choice.merge)]
+        coarser = [choice._replace(parts=parts) for parts in _after(self.parts[::-1], choice.parts)]
+        coarser += [choice._replace(merge=merge) for merge in _after(self.merges, choice.merge)]
+        cuts = [*finer, *coarser] if finer_first else [*coarser, *finer]
+        yield from (cut for cut in cuts if cut.parts * cut.merge >= 1)
+        for level in (*_after(self.levels, choice.level), *_after(self.levels[::-1], choice.level)):
             yield choice._replace(level=level)
-        for parts in _beside(self.parts, choice.parts):
-            if parts * choice.merge >= 1:
-                yield choice._replace(parts=parts)
-        for merge in _beside(self.merges, choice.merge):
-            if merge * choice.parts >= 1:
-                yield choice._replace(merge=merge)
-        for even in _beside(self.evens, choice.even):
-            yield choice._replace(even=even)
-        for split in _beside(self.splits, choice.split):
-            yield choice._replace(split=split)
+        for even in self.evens:
+            if even != choice.even:
+                yield choice._replace(even=even)
+        for split in self.splits:
+            if split != choice.split:
+                yield choice._replace(split=split)
 
 
 def costliest(graph: ModelGraph, share: Share, work: Mapping[str, int]) -> str | None:
@@ -130,10 +133,10 @@ def _joint(graph: ModelGraph) -> set[str]:
     return {module.name for module in graph.modules if module.loss is not None and module.loss.joint}
 
 
-def _beside(ladder: Sequence[T], value: T) -> list[T]:
-    """The values next to one on its ladder, the one after it first."""
-    at = ladder.index(value)
-    return [*ladder[at + 1 : at + 2], *ladder[max(0, at - 1) : at]]
+def _after(ladder: Sequence[T], value: T) -> Sequence[T]:
+    """The value after one on its ladder, if there is one."""
+    at = ladder.index(value) + 1
+    return ladder[at : at + 1]
 
 
 def _alone(graph: ModelGraph, costs: Costs, item: Item, links: Sequence[Item]) -> int:

@@ -123,7 +123,11 @@ class SegmentPlanner:
         if self._search is not None:
             self._search.run(rounds)
 
-    def plan(self, policy: str = "pipeweaver") -> tuple[Draft, FlatPlan]:
+    def plan(self, policy: str = "pipeweaver") -> FlatPlan:
+        """The plan of the best order; raises ValueError as `best` does."""
+        return self.best(policy)[1]
+
+    def best(self, policy: str = "pipeweaver") -> tuple[Draft, FlatPlan]:
         """The best order as a draft and its plan, within the budget.
 
         Raises ValueError, naming worker and bytes, if no plan is within the budget.
@@ -154,7 +158,7 @@ class SegmentPlanner:
             options = msgspec.structs.replace(self._options, strategies=kept)
             other = self._other(budget_bytes=self.budget_bytes, options=options)
             other.run(self.rounds)
-            return other.plan(policy)
+            return other.best(policy)
         return self._in_turn(policy)
 
     def score(self, order: Ints) -> int:

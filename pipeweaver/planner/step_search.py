@@ -12,7 +12,9 @@ was found leaves room for (`keeping.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import ceil
 
@@ -39,6 +41,7 @@ from pipeweaver.planner.leaning import leaned
 from pipeweaver.planner.listing import NEVER, LimitError
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.parts import cut_parts
+from pipeweaver.planner.problem import Ints
 from pipeweaver.planner.regroup import evened, merged
 from pipeweaver.planner.step_problem import step_problem
 from pipeweaver.planner.tries import Try, draft_of, make_try, relaxed
@@ -54,16 +57,20 @@ BLOCK = 32
 """Rounds of search over the best choice's order, after which its plan is looked at."""
 FILLING = 8
 """Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
-MANY = 32
-"""Microbatches up to which the first cut under a budget is finer."""
+FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 16_000
+"""Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there."""
+WANTED_PARTS = 3
+"""Where memory holds the first plan up, the next ones have so many parts at least."""
 LIKELY = 0.55
 """The first level that is tried, at most."""
 NEAR = 0.02
 """What a plan takes longer than its busiest worker, for memory not to be what holds it up."""
 LEAST_GAIN = 0.001
 """What a neighbour must bring: the more stages, the more actions, whose own time is in no cost."""
+HOPELESS, HOPEFUL = 0.03, 0.01
+"""What a try may take longer than the best plan, for its units to keep more, and for its order to be searched again."""
 ATTEMPTS = 3
-"""How often limits are lowered, by twice what a compiled plan exceeds its budget by, before the try is given up."""
+"""How often limits are lowered, by what a compiled plan exceeds its budget by, before the try is given up."""
 CHEAP = 0.01
 """What the halves of backwards may take longer than whole ones, for splitting to be tried first."""
 FIRST_MARGIN = 0.005
@@ -102,10 +109,12 @@ class StepPlanner:
         self.best: Try | None = None
         self.best_ns = NEVER
         self._found: Emulated | None = None
-        self._plan: tuple[Draft, FlatPlan] | None = None
+        self._plan: FlatPlan | None = None
         self.tried: dict[Choice, int | None] = {}
         """Makespan of every choice that was tried, ns; None where nothing fits."""
         self._steps: dict[Choice, StepStages] = {}
+        self._alike: dict[tuple[int, float, bool], Choice] = {}
+        """By step, level and split: the first choice that came to it."""
         self._static = np.array(static_bytes(graph, placement, costs), np.int64)
         self._lowered = np.zeros(placement.workers, np.int64)
         self._work = useful_ns(graph, share, costs)
@@ -141,21 +150,33 @@ class StepPlanner:
                 if self.rounds % BLOCK == 0:
                     self._consider(self.best)
 
-    def plan(self, policy: str = "dynamic") -> tuple[Draft, FlatPlan]:
+    def plan(self, policy: str = "dynamic") -> FlatPlan:
         """The best plan so far, within the budget. Raises ValueError, naming worker and bytes, if there is none."""
+        if self._plan is None:
+            asked = self.rounds
+            if self._is_found():
+                assert self.best is not None and self._found is not None
+                self._plan = completed(self.best.step, self._found)
+            else:
+                _, self._plan = self._last_resort(asked)
+        head = msgspec.structs.replace(self._plan.head, policy=policy, seed=self.seed, rounds=self.rounds)
+        return replace(self._plan, head=head)
+
+    def draft(self, policy: str = "dynamic") -> Draft:
+        """The draft of that plan; raises ValueError likewise."""
         asked = self.rounds
+        if self._is_found():
+            assert self.best is not None and self._found is not None
+            found = self.best.draft(self._found.orders)
+        else:
+            found, _ = self._last_resort(asked)
+        return msgspec.structs.replace(found, policy=policy, seed=self.seed, rounds=self.rounds)
+
+    def _is_found(self) -> bool:
+        """Whether there is a try that fits, once there was time for the first."""
         while self.best is None and self._agenda is not None:
             self.run(1)
-        if self._plan is None:
-            if self.best is not None:
-                assert self._found is not None
-                self._plan = self.best.draft(self._found.orders), completed(self.best.step, self._found)
-            else:
-                self._plan = self._last_resort(asked)
-        draft, plan = self._plan
-        named = msgspec.structs.replace(draft, policy=policy, seed=self.seed, rounds=self.rounds)
-        head = msgspec.structs.replace(plan.head, policy=policy, seed=self.seed, rounds=self.rounds)
-        return named, FlatPlan(**{**plan.__dict__, "head": head})
+        return self.best is not None
 
     def leanest(self) -> tuple[Draft, FlatPlan]:
         """One microbatch after the other, at the leanest level: of all ways to cut it the one that needs least."""
@@ -192,9 +213,9 @@ class StepPlanner:
                 dtype=self.dtype,
             )
             free.run(rounds)
-            found = free.plan()
-            if self._excess(found[1]) <= 0:
-                return found
+            plan = free.plan()
+            if self._excess(plan) <= 0:
+                return free.draft(), plan
         self._check(leanest[1])
         return leanest
 
@@ -232,7 +253,8 @@ class StepPlanner:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders, count = self._ladders, len(self.share.microbatches)
         # Many microbatches fill the pipeline as they are; parts are small where they have to be, for memory.
-        first, wanted = (4, 4) if self.limited and count <= MANY else (2 if self.limited else 1, 3)
+        first = self._first_parts()
+        wanted = max(WANTED_PARTS, first)
         here = Choice(
             merge=1
             if self.limited
@@ -258,7 +280,7 @@ class StepPlanner:
         climbing = True
         while climbing:
             climbing = False
-            for neighbour in ladders.neighbours(here):
+            for neighbour in ladders.neighbours(here, finer_first=not self._is_near_busiest):
                 if neighbour in self.tried or (neighbour.level < here.level and self._is_near_busiest):
                     continue
                 before = self.best_ns
@@ -267,6 +289,25 @@ class StepPlanner:
                 if found is not None and found < before * (1 - LEAST_GAIN):
                     here, climbing = neighbour, True
                     break
+
+    def _first_parts(self) -> int:
+        """Into how many parts the first choice cuts the fullest microbatch."""
+        if not self.limited or self._module is None:
+            return 1
+        chunks = Counter(chunk.module for chunk in self.placement.chunks)
+        groups = [Counter(self.share.items[i].module for i in group) for group in self.share.microbatches]
+        most = max(group[self._module] for group in groups)
+
+        def stages(parts: int) -> int:
+            size = ceil(most / parts)
+            units = (
+                chunks[name] * (ceil(items / size) if name == self._module else 1)
+                for group in groups
+                for name, items in group.items()
+            )
+            return 3 * sum(units)  # forward, input gradient, weight gradient
+
+        return next((parts for parts in FIRST_PARTS if stages(parts) <= FIRST_STAGES), FIRST_PARTS[-1])
 
     def _likely_level(self, choice: Choice) -> float:
         """The level at which as many microbatches fit as there are workers, as in one forward, one backward; `LIKELY`
@@ -295,12 +336,18 @@ class StepPlanner:
         so that a large step's try can be left in the middle."""
         self.tried[choice] = None
         step = self._step(choice)
+        alike = (id(step), choice.level, choice.split)
+        if alike in self._alike:
+            self.tried[choice] = self.tried[self._alike[alike]]
+            return
+        self._alike[alike] = choice
         yield
         strategies, costs = leaned(step, choice.level, self.options.strategies)
+        lowered = self._lowered
         for _ in range(ATTEMPTS):
             limits = None
             if self.budget_bytes is not None:
-                limits = self.budget_bytes - self._static - self._lowered
+                limits = self.budget_bytes - self._static - lowered
                 left = MARGIN if any(strategies) else FIRST_MARGIN if self.best is None else 0.0
                 limits -= (limits * left).astype(np.int64)
             try:
@@ -310,37 +357,43 @@ class StepPlanner:
             # Until there is a plan, time matters most.
             self._search(one, 1 if self.best is None else TRY_ROUNDS)
             yield
-            other = relaxed(one, seed=self.seed)
+            other = relaxed(one, seed=self.seed) if self._is_near_best(one, HOPELESS) else None
             if other is not None:
                 one = other
-                self._search(one, TRY_ROUNDS)
+                if self._is_near_best(one, HOPEFUL):
+                    self._search(one, TRY_ROUNDS)
             yield
-            self.tried[choice] = one.searched_ns
-            is_within = self._consider(one)
+            excess = self._consider(one)
             yield
-            if is_within:
+            if excess is None:
+                self._lowered = lowered
                 return
+            # Orders change on all workers where limits change on one.
+            lowered = lowered + excess + excess.max()
+
+    def _is_near_best(self, one: Try, margin: float) -> bool:
+        return one.searched_ns < (1 + margin) * self.best_ns
 
     def _search(self, one: Try, rounds: int) -> None:
         before = one.search.rounds
         one.search.run(rounds)
         self.evaluations += one.search.rounds - before
 
-    def _consider(self, one: Try) -> bool:
-        """Take a try if its plan is the best so far. False if the plan exceeds the budget; limits are lower then."""
+    def _consider(self, one: Try) -> Ints | None:
+        """Take a try if its plan is the best so far. If the plan exceeds the budget: [P] by how many bytes."""
         if one.searched_ns >= self.best_ns:
-            return True
+            self.tried[one.choice] = one.searched_ns
+            return None
         emulated = one.emulated()
         if self.budget_bytes is not None:
-            excess = np.array(emulated.peak_bytes, np.int64) - self.budget_bytes
-            if (excess > 0).any():
-                self._lowered += 2 * np.maximum(0, excess)
-                return False
+            excess = np.maximum(0, np.array(emulated.peak_bytes, np.int64) - self.budget_bytes)
+            if excess.any():
+                return excess
         found = emulated.makespan_ns
         self.tried[one.choice] = found
         if found < self.best_ns:
             self.best, self.best_ns, self._found, self._plan = one, found, emulated, None
-        return True
+        return None
 
     def _step(self, choice: Choice) -> StepStages:
         if choice.cut not in self._steps:
@@ -352,11 +405,16 @@ class StepPlanner:
             if self._module is not None:
                 items[self._module] = ceil(fullest(self.share, self._module) / choice.parts)
             by_cost = self.item_costs if self.options.even_parts == "cost" else None
+            parts = cut_parts(self.graph, self.placement, share, items, by_cost)
+            for step in self._steps.values():
+                if step.parts == parts:  # another way to the same cut
+                    self._steps[choice.cut] = step
+                    return step
             self._steps[choice.cut] = StepStages(
                 self.graph,
                 self.placement,
                 share,
-                cut_parts(self.graph, self.placement, share, items, by_cost),
+                parts,
                 self.costs,
                 dtype=self.dtype,
                 forward_only=self.forward_only,

@@ -28,14 +28,16 @@ from pipeweaver.planner.step_search import StepPlanner
 from pipeweaver.policies.policy import Policy
 from pipeweaver.schedule.ir import Draft, Placement
 
-MOST_CHUNKS = 4
-"""Largest K that is tried."""
-LEAST_GAIN = 0.005
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Values of K that are tried, and the most that a module's layers allow where that is less than the last."""
+LEAST_GAIN = 0.002
 """What more chunks must bring: more stages mean more actions, whose own time is in no cost."""
 MOST_MICROBATCHES = 32
 """K is chosen on so many microbatches of the sample, in whole shares, evenly spread; on one share at least."""
-PLACE_ROUNDS = 24
+PLACE_ROUNDS = 80
 """Rounds of search for each K and share of the sample."""
+HOPELESS = 0.03
+"""What a share may take longer than under the best placement so far, for the others to be planned too."""
 FILLS = (0.006, 0.012, 0.02)
 """What the last worker may lose until the first part reaches it, as shares of a worker's work (`balance.py`)."""
 
@@ -58,54 +60,60 @@ def place(
     def placed(chunks: Mapping[str, int], fill: float = 0.0) -> Placement:
         return balanced(graph, workers, per_layer, tasks, chunks, fill)
 
-    def score(placement: Placement) -> float:
-        """Sum of makespans, ns; infinite if some share does not fit."""
-        total = 0.0
+    def score(placement: Placement, known: Sequence[float] = ()) -> list[float]:
+        """Makespans of the shares, ns; infinite if one does not fit, or is hopeless beside what is `known`."""
+        found: list[float] = []
         for share in sample:
             planner = StepPlanner(
                 graph, placement, share, costs, budget_bytes=budget_bytes, options=options, dtype=dtype
             )
             planner.run(PLACE_ROUNDS)
-            total += float("inf") if planner.best is None else planner.best_ns
-        return total
+            found.append(float("inf") if planner.best is None else planner.best_ns)
+            if known and found[-1] > known[len(found) - 1] * (1 + HOPELESS):
+                return [float("inf")]
+        return found
 
-    most = {
-        name: min(MOST_CHUNKS, len(module.layers) // workers)
+    ladders = {
+        name: _ladder(max(1, len(module.layers) // workers))
         for name, module in graph.by_name.items()
         if name not in options.chunks_per_worker
     }
     fixed = dict(options.chunks_per_worker)
-    chosen = fixed | dict.fromkeys(most, 1)
+    chosen = fixed | dict.fromkeys(ladders, 1)
+    considered = [chosen]
     best = placed(chosen)
-    best_score = score(best) if any(limit > 1 for limit in most.values()) else 0.0
+    scores = score(best) if any(len(ladder) > 1 for ladder in ladders.values()) else []
 
     def consider(chunks: dict[str, int]) -> bool:
-        nonlocal chosen, best, best_score
-        placement = placed(chunks)
-        found = score(placement)
-        if found >= best_score * (1 - LEAST_GAIN):
+        nonlocal chosen, best, scores
+        if chunks in considered:
             return False
-        chosen, best, best_score = chunks, placement, found
+        considered.append(chunks)
+        placement = placed(chunks)
+        found = score(placement, scores)
+        more = sum(chunks.values()) > sum(chosen.values())
+        if sum(found) >= sum(scores) * (1 - LEAST_GAIN * more):
+            return False
+        chosen, best, scores = chunks, placement, found
         return True
 
-    for k in range(2, max(most.values(), default=1) + 1):
-        consider(fixed | {name: max(1, min(k, limit)) for name, limit in most.items()})
-    improved = len(most) > 1
+    for k in sorted({k for ladder in ladders.values() for k in ladder}):
+        consider(fixed | {name: max(value for value in ladder if value <= k) for name, ladder in ladders.items()})
+    improved = True
     while improved:
         improved = False
-        for name, limit in most.items():
-            for k in range(1, limit + 1):
-                if k != chosen[name]:
-                    improved |= consider(chosen | {name: k})
+        for name, ladder in ladders.items():
+            for k in ladder:
+                improved |= consider(chosen | {name: k})
     tried = {best}
     for fill in FILLS:
         placement = placed(chosen, fill)
         if placement not in tried:
             tried.add(placement)
-            best_score = best_score or score(best)
-            found = score(placement)
-            if found < best_score:
-                best, best_score = placement, found
+            scores = scores or score(best)
+            found = score(placement, scores)
+            if sum(found) < sum(scores):
+                best, scores = placement, found
     return best
 
 
@@ -135,8 +143,12 @@ def plan(
         dtype=dtype,
     )
     planner.run(rounds)
-    draft, _ = planner.plan()
-    return draft
+    return planner.draft()
+
+
+def _ladder(most: int) -> tuple[int, ...]:
+    """Values of K that are tried for a module with `most` layers per worker."""
+    return tuple(sorted({min(k, most) for k in CHUNKS}))
 
 
 def _sample(shares: Sequence[Share]) -> list[Share]:

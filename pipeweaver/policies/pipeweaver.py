@@ -67,7 +67,7 @@ def plan(
         dtype=dtype,
     )
     planner.run(rounds)
-    return planner.plan()[0]
+    return planner.best()[0]
 
 
 POLICY = Policy(place=place, plan=plan, search=SegmentPlanner)

@@ -64,14 +64,14 @@ class PlanStep(Protocol):
 class StepSearch(Protocol):
     """The search for one replica's step, to be asked for its best at any time.
 
-    After n rounds, however they were counted out, `plan` gives what `PlanStep` gives for n rounds, and its plan.
+    After n rounds, however they were counted out, `plan` gives the plan of what `PlanStep` gives for n rounds.
     """
 
     def run(self, rounds: int) -> None:
         """So many rounds more."""
         ...
 
-    def plan(self) -> tuple[Draft, FlatPlan]:
+    def plan(self) -> FlatPlan:
         """The best so far; without rounds, the first that is found. Raises ValueError if there is none."""
         ...
 

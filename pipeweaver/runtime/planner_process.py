@@ -194,7 +194,7 @@ class Search:
         return () if self._rounds_left else self._found()
 
     def _found(self) -> tuple[Plan, ...]:
-        return tuple(records(search.plan()[1]) for search in self._searches)
+        return tuple(records(search.plan()) for search in self._searches)
 
 
 def _yield_to_workers() -> None:

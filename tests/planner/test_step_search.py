@@ -46,31 +46,31 @@ def test_the_best_so_far_is_proven_and_never_gets_worse(name, workers, counts, s
     free.run(8)
     budget = None
     if tightness is not None:
-        most = max(free.plan()[1].prediction.peak_bytes)
+        most = max(free.plan().prediction.peak_bytes)
         least = max(planner_of(name, workers, counts, spread=spread, budget=0).leanest()[1].prediction.peak_bytes)
         budget = int(least + tightness * max(0, most - least))
     planner = planner_of(name, workers, counts, spread=spread, budget=budget, seed=seed)
     before = None
     for _ in range(6):
         planner.run(8)
-        _, plan = planner.plan()
+        plan = planner.plan()
         verify_flat([plan], planner.graph, [planner.share], budget_bytes=budget)
         assert plan.prediction.makespan_ns >= plan.prediction.lower_bound_ns
         assert before is None or plan.prediction.makespan_ns <= before
         before = plan.prediction.makespan_ns
     again = planner_of(name, workers, counts, spread=spread, budget=budget, seed=seed)
     again.run(planner.rounds)
-    assert again.plan()[0].order == planner.plan()[0].order
+    assert again.draft().order == planner.draft().order
 
 
 def test_levers_that_are_off_stay_off():
     off = PolicyOptions(regroup=False, split_backward=False, strategies=())
     free = planner_of("encoder", 2, [3, 5, 1, 4])
     free.run(100)
-    budget = max(free.plan()[1].prediction.peak_bytes) * 3 // 4
+    budget = max(free.plan().prediction.peak_bytes) * 3 // 4
     planner = planner_of("encoder", 2, [3, 5, 1, 4], budget=budget, options=off)
     planner.run(100)
-    draft, _ = planner.plan()
+    draft = planner.draft()
     assert not draft.strategies
     assert {stage.phase for order in draft.order for stage in order} == {"F", "B"}
     assert {part.microbatch for parts in draft.parts for part in parts} == {0, 1, 2, 3}
@@ -82,7 +82,7 @@ def test_levers_that_are_off_stay_off():
 def test_a_split_backward_is_chosen_where_it_pays():
     planner = planner_of("one", 3, [0] * 4)
     planner.run(100)
-    draft, _ = planner.plan()
+    draft = planner.draft()
     assert "W" in {stage.phase for order in draft.order for stage in order}
     whole = planner_of("one", 3, [0] * 4, options=PolicyOptions(split_backward=False))
     whole.run(100)
@@ -92,12 +92,11 @@ def test_a_split_backward_is_chosen_where_it_pays():
 def test_neighbours_are_one_step_away_on_one_ladder():
     ladders = Ladders(merges=(1, 2), evens=(False, True), parts=(1, 2, 4), levels=(1.0, 0.5), splits=(True,))
     here = Choice(parts=2, split=True)
-    found = list(ladders.neighbours(here))
-    assert found[0] == here._replace(level=0.5)
-    assert set(found[1:]) == {
-        here._replace(parts=4), here._replace(parts=1), here._replace(merge=2), here._replace(even=True)
-    }  # fmt: skip
-    assert list(Ladders().neighbours(Choice())) == []
+    finer, coarser = here._replace(parts=4), [here._replace(parts=1), here._replace(merge=2)]
+    others = [here._replace(level=0.5), here._replace(even=True)]
+    assert list(ladders.neighbours(here, finer_first=True)) == [finer, *coarser, *others]
+    assert list(ladders.neighbours(here, finer_first=False)) == [*coarser, finer, *others]
+    assert list(Ladders().neighbours(Choice(), finer_first=True)) == []
 
 
 def test_items_between_those_asked_for_lie_between_their_costs():
@@ -197,5 +196,5 @@ def test_a_split_backward_is_not_chosen_where_it_costs_more_than_it_brings():
     for rounds in (1, 100):
         planner = StepPlanner(graph, placement, share, DearHalves(costs))
         planner.run(rounds)
-        draft, _ = planner.plan()
+        draft = planner.draft()
         assert {stage.phase for order in draft.order for stage in order} == {"F", "B"}
