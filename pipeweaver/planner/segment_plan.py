@@ -245,7 +245,7 @@ class SegmentPlanner:
         if peak > self.budget_bytes:
             free = self._other(options=self._options)
             free.run(self.rounds)
-            found = free.plan(policy)
+            found = free.best(policy)
             assert found[1].prediction is not None
             if max(found[1].prediction.peak_bytes) <= self.budget_bytes:
                 return found

@@ -34,7 +34,7 @@ LEAST_GAIN = 0.002
 """What more chunks must bring: more stages mean more actions, whose own time is in no cost."""
 MOST_MICROBATCHES = 32
 """K is chosen on so many microbatches of the sample, in whole shares, evenly spread; on one share at least."""
-PLACE_ROUNDS = 80
+PLACE_ROUNDS = 40
 """Rounds of search for each K and share of the sample."""
 HOPELESS = 0.03
 """What a share may take longer than under the best placement so far, for the others to be planned too."""
