@@ -171,9 +171,9 @@ def _better_without(longest_ns: int, without: Sequence[tuple[str, int | None]]) 
     if percent(least_ns / longest_ns - 1) == percent(0):
         return []
     return [
-        f"a gain below zero: the search tries one choice after another and ended further off with this lever than without; "
-        f"without {name} this step takes {percent(1 - least_ns / longest_ns)} less. See other batches (--step N) before "
-        "you leave it out"
+        f'a gain below zero: without "{name}" this step takes {percent(1 - least_ns / longest_ns)} less. A search can end '
+        "further off where it has more choices, and a placement is for many batches: see others (--step N) before you "
+        "leave the lever out"
     ]
 
 

@@ -105,7 +105,7 @@ def fit(dataset: Dataset, packing: Packing, too_long: TooLong = "error") -> Fitt
     if large and (too_long == "error" or len(large) == total):
         record, reason = large[0]
         raise ValueError(
-            f"{dataset.describe(record)} has {reason} ({len(large)} of {total} samples do not fit). Raise the limit"
+            f"{dataset.describe(record)} has {reason} ({len(large)} of {total} samples do not fit). Raise the limit (tokens_per_microbatch or max_items)"
             + (', or set too_long = "skip" or "truncate"' if too_long == "error" else "")
         )
     if not kept:
@@ -250,7 +250,7 @@ def _fit_endless(dataset: EndlessDataset, packing: Packing, too_long: TooLong) -
             )
     if excesses and too_long != "truncate":
         raise ValueError(
-            f"samples of this endless data set can have {' and '.join(excesses)}. Raise the limit, let the data set "
+            f"samples of this endless data set can have {' and '.join(excesses)}. Raise the limit (tokens_per_microbatch or max_items), let the data set "
             'draw smaller samples, set num_records so that samples can be scanned, or set too_long = "truncate"'
         )
     return Fitted(dataset=dataset, packing=packing, records=None, truncate=bool(excesses))
