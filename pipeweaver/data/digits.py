@@ -252,8 +252,10 @@ def check_settings(
         if value is not None and value < 1:
             raise ValueError(f"{name} = {value}: must be 1 or more")
     side = patch * merge
-    if not pixels or any(one < side or one % side for one in pixels):
-        raise ValueError(f"pixels = {list(pixels)}: one size or more, each a multiple of patch * merge = {side}")
+    if not pixels:
+        raise ValueError("pixels = []: at least one size is needed")
+    if any(one < side or one % side for one in pixels):
+        raise ValueError(f"pixels = {list(pixels)}: each must be a multiple of patch * merge = {side}")
     if supervise == "names" and kind != "documents":
         raise ValueError(f'supervise = "names": leaves {kind} without any loss; "text" is right')
     longest_name, longest_text = max(map(len, NAMES)), max(map(len, _SENTENCES))

@@ -66,6 +66,7 @@ def test_custom(tmp_path, monkeypatch):
         ('type = "digits"\npixel = [24]', "unknown field `pixel`"),
         ('type = "digits"\nkind = "sound"', "Invalid enum value 'sound'"),
         ('type = "digits"\npixels = [20]', r"pixels = \[20\]: each must be a multiple of patch \* merge = 8"),
+        ('type = "digits"\npixels = []', r"pixels = \[\]: at least one size is needed"),
         ('type = "digits"\nheld_out_records = 0', "held_out_records = 0: must be 1 or more"),
         ('type = "jsonl"', "missing required field `train`"),
         ('type = "jsonl"\ntrain = "a"\nmax_pixels = 100', "max_pixels = 100: must be at least"),
