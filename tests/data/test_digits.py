@@ -135,7 +135,7 @@ def test_modules_can_have_other_names():
     ("settings", "words"),
     [
         ({"pixels": (20,)}, "multiple of patch"),
-        ({"pixels": ()}, "multiple of patch"),
+        ({"pixels": ()}, "at least one size is needed"),
         ({"max_tokens": 20}, "max_tokens = 20: must be at least 33, what one record can need"),
         ({"max_images": 0}, "max_images = 0"),
         ({"num_records": 0}, "num_records = 0"),
