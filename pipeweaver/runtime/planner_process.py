@@ -3,9 +3,9 @@
     python -m pipeweaver.runtime.planner_process FD        started by `planner_pool.py`, never by a user
 
 It has a list of batches that plans are wanted for. Those without a plan come first; then the search goes on with the
-one that is needed first, until its rounds are made or its time is up. A plan of n rounds is what the policy's `plan`
-gives for n rounds, however they were counted out here, so what ran can be made again. Nothing is proven here: the
-first worker proves what it takes (`service.py`), so that a planner process cannot do harm.
+one that is needed first, until its rounds are made, its time is up, or nothing more is gained. A plan of n rounds is
+what the policy's `plan` gives for n rounds, however they were counted out here, so what ran can be made again. Nothing
+is proven here: the first worker proves what it takes (`service.py`), so that a planner process cannot do harm.
 
 It runs at low priority (as soon as training does), ends with the process that started it, and ignores Ctrl-C, which that one deals with.
 """
@@ -29,6 +29,9 @@ LEAST_ROUNDS = 16
 many rounds a batch that has no plan yet takes precedence."""
 CLOSE = 1.005
 """A makespan of so many times the lower bound is not searched any further: costs are not known to half a per cent."""
+LEAST_GAIN, STALE = 0.001, 3
+"""Nor is one that so many doublings of the rounds in a row have not made shorter by that much: a search that has come to
+its end takes time from nobody."""
 NICE = 19
 """Lowest priority: workers come first, wherever they want to run."""
 
@@ -132,6 +135,7 @@ class Search:
         self._fixed_rounds, self._seconds = begin.rounds, begin.seconds
         self._rounds, self._rounds_left = 0, 0  # made, and still to be made for the next plans
         self._used, self._turn = 0.0, 0.0  # seconds: in all, and for the next plans
+        self._stale = 0  # doublings since the last gain
         self._searches: list[StepSearch] = []
         self._best: tuple[Plan, ...] = ()
 
@@ -153,10 +157,17 @@ class Search:
         self._used += took
         # More rounds are not always better in the end: the compiler knows more than the search.
         better = not self._best or predicted_ns(plans) < predicted_ns(self._best)
+        gained = not self._best or predicted_ns(plans) < predicted_ns(self._best) * (1 - LEAST_GAIN)
+        self._stale = 0 if gained else self._stale + 1
         if better:
             self._best = plans
         # The next plans take about twice as long as these did.
-        is_last = not self._searches or self._used + 2 * took > self._seconds or _is_proven_best(plans)
+        is_last = (
+            not self._searches
+            or self._used + 2 * took > self._seconds
+            or self._stale >= STALE
+            or _is_proven_best(plans)
+        )
         return Planned(
             number=self._wanted.number, finished=is_last, plans=msgspec.msgpack.encode(plans) if better else b""
         )

@@ -87,6 +87,21 @@ def test_with_fixed_rounds_the_plans_are_those_made_in_place(start, processes, r
     assert found == [plan_batch(here, batch(step, tokens=8 + step)) for step in range(4)]
 
 
+def test_a_search_that_has_come_to_its_end_stops_before_its_time_is_up():
+    search = Search(
+        planning(),
+        Begin(setup=msgspec.Raw(b""), seconds=1e9),
+        Wanted(number=0, batch=batch(0, images=(3, 0, 2, 5)), first=0, stop=1),
+    )
+    answers = []
+    while not answers or not answers[-1].finished:
+        answer = search.step()
+        if answer is not None:
+            assert isinstance(answer, Planned)
+            answers.append(answer)
+    assert len(answers) >= planner_process.STALE
+
+
 def test_more_rounds_are_made_as_long_as_nobody_needs_the_plan_and_each_can_be_made_again(start):
     service = start(seconds=0.5)
     service.want(0, batch(0))
