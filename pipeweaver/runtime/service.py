@@ -243,7 +243,7 @@ class Service:
 
     def _patience_s(self, piece: _Piece) -> float:
         """How long a piece that is needed is waited for."""
-        if piece.finished or (piece.best is not None and not self._waits_for_search):
+        if piece.best is not None and (piece.finished or not self._waits_for_search):
             return float("inf")
         if piece.planner is None or piece.planner.is_late:
             return 0.0
@@ -278,14 +278,16 @@ class Service:
         planner.is_late = False
         work = self._works.get(message.number)
         piece = next((piece for piece in work.pieces if piece.planner is planner), None) if work is not None else None
-        if piece is None:
+        if work is None or piece is None:
             return  # it came too late
         if isinstance(message, Refused):
             piece.refused = True
-        else:
-            if message.plans:
-                piece.best = message
+        elif message.plans or piece.best is not None:
+            piece.best = message if message.plans else piece.best
             piece.finished = message.finished
+        else:
+            self._pool.fail(planner, f"sent what is no plan for step {work.batch.step} (nothing)")
+            return
         planner.is_settled = True
         self._changed.notify_all()
 

@@ -264,6 +264,7 @@ def garbage(plans, other):
         "no message": b"\x08\0\0\0garbage!",
         "no length": b"\xff" * 100,
         "a message of the other side": encode(Taken(number=1)),
+        "nothing": encode(Planned(number=1, finished=True, plans=b"")),
         "no plan": planned([{}]),
         "no plans": planned([]),
         "plans of another batch": planned([replace(other[0], step=plan.step)]),
