@@ -216,6 +216,8 @@ class Service:
         for plan in plans:
             if plan.placement != planning.placement or plan.step != batch.step:
                 raise ValueError(f"it is for another placement, or for step {plan.step}")
+            if plan.prediction is None:
+                raise ValueError("nothing is predicted of it")
             if plan.forward_only != work.forward_only:
                 raise ValueError(f"it {'lacks' if plan.forward_only else 'has'} the backward")
             if plan.static_bytes != self._static_bytes:

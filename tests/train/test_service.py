@@ -271,6 +271,7 @@ def garbage(plans, other):
         "a sample is missing": planned([replace(plan, records=dict(list(plan.records.items())[1:]))]),
         "an action is missing": planned([replace(plan, actions=(plan.actions[0][1:], *plan.actions[1:]))]),
         "orders of other workers": planned([replace(plan, order=plan.order[::-1])]),
+        "nothing predicted": planned([replace(plan, prediction=None)]),
         "less memory": planned([replace(plan, static_bytes=tuple(one // 2 for one in plan.static_bytes))]),
         "the forward alone": planned(forward_only),
         "nested without end": b"\xd3\x30\0\0\x82\xa4type\xa5Ready\xa1x" + b"\x91" * 12_484 + b"\xc0",
@@ -290,6 +291,22 @@ end.sendall(open(sys.argv[1], "rb").read())
 while end.recv(100_000):
     pass
 """
+
+
+def test_garbage_beside_a_known_plan_changes_nothing(start, tmp_path):
+    """A plan of an equal batch is known, and the process that should find a better one is broken."""
+    right = plan_batch(planning(), batch(1))
+    (tmp_path / "answer").write_bytes(garbage(right, right)["nothing predicted"])
+    (tmp_path / "send.py").write_text(SEND_ANSWER)
+    service = start(command=(sys.executable, str(tmp_path / "send.py"), str(tmp_path / "answer")))
+    service._reuse.keep(
+        service._reuse.key(batch(0), False, {}), batch(0), plan_batch(planning(), batch(0)), is_final=False
+    )
+    service.want(1, batch(1))
+    (piece,) = service._works[1].pieces
+    wait_for(lambda: piece.best)
+    assert_right([service.take(1)], [1])
+    wait_for(lambda: service.said)
 
 
 @pytest.mark.parametrize(
