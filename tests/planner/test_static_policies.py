@@ -154,7 +154,7 @@ def test_layers_of_modules_that_no_task_of_the_set_uses_fill_no_pieces():
     items = tuple(msgspec.structs.replace(item, task="ab"[item.draw % 2]) for item in share.items)
     share = msgspec.structs.replace(share, items=items)
     costs = flat_costs(graph)
-    with pytest.raises(ValueError, match=r"need 8 layers, but there are only 4 to share out: language 4;"):
+    with pytest.raises(ValueError, match=r"needs 8 layers, but there are only 4 to share out: language 4;"):
         POLICIES["interleaved-1f1b"].place(graph, 4, costs, [share])
     placement = POLICIES["interleaved-1f1b"].place(graph, 2, costs, [share])
     draft = POLICIES["interleaved-1f1b"].plan(graph, placement, share, costs, budget_bytes=None, seed=0, rounds=0)
