@@ -6,7 +6,7 @@ Three ways run the same batches of `runtime.toml` with the same initial paramete
 steps: our `dynamic` policy; our `1f1b` on the contiguous split that emulates fastest on this mix; and torch's
 `Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead by the
 planner service on the same two cores, receipt of the plan and loading included; for torch neither loading nor padding
-is timed. Measured steps correct the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
+is timed. A few steps of each way go before, uncounted. Measured steps correct the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ TASK = "main"
 CONFIG = Path(__file__).with_name("runtime.toml")
 FULL, QUICK = (5, 5, 8), (1, 2, 4)
 """(blocks, steps in a block, microbatches): a way runs a block before the next has its turn; the first step is not counted."""
+WARM_STEPS = 3
+"""Steps of each way before anything is counted: planner processes load what they need, costs are corrected."""
 SAMPLE = 8
 """Batches that static splits are compared on."""
 
@@ -188,13 +190,19 @@ class Comparison:
         self.services = {way: opened.enter_context(self._service(chosen)) for way, chosen in self.planning.items()}
         ways = [*self.workers, "torch"]
         size = len(self.batches) // self.num_blocks
+        for way in ways:
+            self._run(way, range(WARM_STEPS if self.num_blocks > 1 else 0))
         for block in range(self.num_blocks):
             turn = block % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                found = self._block(way, list(range(block * size, (block + 1) * size)))
-                self.measured[way] += found
-                if way in self.planning:
-                    self._correct(way, found)
+                self.measured[way] += self._run(way, range(block * size, (block + 1) * size))
+
+    def _run(self, way: str, numbers: Sequence[int]) -> list[Step]:
+        """Run a way on these batches; what was measured corrects the costs of the plans that follow."""
+        found = self._block(way, numbers) if numbers else []
+        if way in self.planning:
+            self._correct(way, found)
+        return found
 
     def _correct(self, way: str, steps: Sequence[Step]) -> None:
         """Let what was measured correct the costs of the next block's plans, as training does after every step."""
@@ -234,7 +242,7 @@ class Comparison:
             device=device,
         )
 
-    def _block(self, way: str, numbers: list[int]) -> list[Step]:
+    def _block(self, way: str, numbers: Sequence[int]) -> list[Step]:
         """Run a way on these batches. All steps but the first: that one finds its plan ready, which is not typical."""
         self._blocks += 1
         ends, results = [], []
@@ -251,7 +259,7 @@ class Comparison:
             for i in range(1, len(numbers))
         ]
 
-    def _our_block(self, way: str, numbers: list[int]) -> Iterator[Ran]:
+    def _our_block(self, way: str, numbers: Sequence[int]) -> Iterator[Ran]:
         """Plans are proven and handed out one step ahead by a thread of the first rank, as in training."""
         worker, base = self.workers[way], self._blocks * 1000
         ahead = None
@@ -279,7 +287,7 @@ class Comparison:
                 service.want(coming, self.batches[coming], factors=self.factors.get(way))
             yield Order(plans=service.take(number), step=self.batches[number].step)
 
-    def _torch_block(self, numbers: list[int]) -> Iterator[Ran]:
+    def _torch_block(self, numbers: Sequence[int]) -> Iterator[Ran]:
         self.transport.barrier()
         for number in numbers:
             yield Ran(plan=None, spans=(), loss=self.torch.step(self.padded[number]))
