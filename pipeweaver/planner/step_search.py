@@ -12,44 +12,27 @@ was found leaves room for (`keeping.py`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from math import ceil
 
 import msgspec
 import numpy as np
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
-from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.planner.choices import (
-    LEVELS,
-    MERGES,
-    PARTS,
-    Choice,
-    Ladders,
-    backbone,
-    costliest,
-    fullest,
-    has_joint_loss,
-    item_costs,
-)
+from pipeweaver.planner.choices import Choice
+from pipeweaver.planner.cuts import Cuts
 from pipeweaver.planner.leaning import leaned
 from pipeweaver.planner.listing import NEVER, LimitError
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
-from pipeweaver.planner.parts import cut_parts
 from pipeweaver.planner.problem import Ints
-from pipeweaver.planner.regroup import evened, merged
 from pipeweaver.planner.step_problem import step_problem
 from pipeweaver.planner.tries import Try, draft_of, make_try, relaxed
 from pipeweaver.schedule.compile import Emulated, compile_flat, completed
 from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.groups import static_bytes
 from pipeweaver.schedule.ir import Draft, Placement
-from pipeweaver.schedule.stages import StepStages, useful_ns
 
 TRY_ROUNDS = 4
 """Orders that the search of a try looks at, and again once units keep what there is room for."""
@@ -57,8 +40,6 @@ BLOCK = 32
 """Rounds of search over the best choice's order, after which its plan is looked at."""
 FILLING = 8
 """Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
-FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 16_000
-"""Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there."""
 WANTED_PARTS = 3
 """Where memory holds the first plan up, the next ones have so many parts at least."""
 LIKELY = 0.55
@@ -112,22 +93,21 @@ class StepPlanner:
         self._plan: FlatPlan | None = None
         self.tried: dict[Choice, int | None] = {}
         """Makespan of every choice that was tried, ns; None where nothing fits."""
-        self._steps: dict[Choice, StepStages] = {}
         self._alike: dict[tuple[int, float, bool], Choice] = {}
         """By step, level and split: the first choice that came to it."""
         self._static = np.array(static_bytes(graph, placement, costs), np.int64)
         self._lowered = np.zeros(placement.workers, np.int64)
-        self._work = useful_ns(graph, share, costs)
-        self._table = ItemTable(share.items, share.links)
-        module = costliest(graph, share, self._work)
-        self._module = None if module in options.items_per_part else module
-        self._ladders = self._allowed()
+        self._cuts = Cuts(
+            graph,
+            placement,
+            share,
+            costs,
+            limited=budget_bytes is not None,
+            forward_only=forward_only,
+            options=options,
+            dtype=dtype,
+        )
         self._agenda: Iterator[None] | None = self._tries()
-
-    @cached_property
-    def item_costs(self) -> list[int]:
-        """Forward and backward of each item alone, ns."""
-        return item_costs(self.graph, self.share, self.costs)
 
     @property
     def limited(self) -> bool:
@@ -181,9 +161,9 @@ class StepPlanner:
     def leanest(self) -> tuple[Draft, FlatPlan]:
         """One microbatch after the other, at the leanest level: of all ways to cut it the one that needs least."""
         least: tuple[int, Draft, FlatPlan] | None = None
-        for parts in (parts for parts in self._ladders.parts if parts >= 1):
-            step = self._step(Choice(parts=parts))
-            strategies, costs = leaned(step, self._ladders.levels[-1], self.options.strategies)
+        for parts in (parts for parts in self._cuts.ladders.parts if parts >= 1):
+            step = self._cuts.step(Choice(parts=parts))
+            strategies, costs = leaned(step, self._cuts.ladders.levels[-1], self.options.strategies)
             made = step_problem(step, costs, np.zeros(len(step), np.int64))
             at = made.problem.worker[made.problem.sequence]
             orders = [made.problem.sequence[at == w] for w in range(made.problem.num_workers)]
@@ -224,26 +204,6 @@ class StepPlanner:
         assert plan.prediction is not None and self.budget_bytes is not None
         return max(plan.prediction.peak_bytes) - self.budget_bytes
 
-    def _allowed(self) -> Ladders:
-        """What options, budget and batch leave open."""
-        options, count = self.options, len(self.share.microbatches)
-        free = options.regroup and not self.forward_only and count > 1
-        # Samples move between microbatches of one task only, and a joint loss needs its microbatch whole.
-        alike = len({item.task for item in self.share.items}) == 1 and not has_joint_loss(self.graph, self.share)
-        lean = any(strategy != "keep" for strategy in options.strategies) and self.limited and not self.forward_only
-        most = fullest(self.share, self._module) if self._module is not None else 1
-        merges = tuple(merge for merge in MERGES if merge <= count) if free else (1,)
-        least = 1 / merges[-1] if self._module is not None else 1
-        fitting = [parts for parts in PARTS if least <= parts <= most]
-        by_items = {ceil(most / parts): parts for parts in reversed(fitting)}
-        return Ladders(
-            merges=merges,
-            evens=(False, True) if free and alike else (False,),
-            parts=tuple(sorted(by_items.values())),
-            levels=LEVELS if lean else (1.0,),
-            splits=(False, True) if options.split_backward and not self.forward_only else (False,),
-        )
-
     def _tries(self) -> Iterator[None]:
         """All tries, round by round."""
         for choice in self._climb():
@@ -251,9 +211,9 @@ class StepPlanner:
 
     def _climb(self) -> Iterator[Choice]:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
-        ladders, count = self._ladders, len(self.share.microbatches)
+        ladders, count = self._cuts.ladders, len(self.share.microbatches)
         # Many microbatches fill the pipeline as they are; parts are small where they have to be, for memory.
-        first = self._first_parts()
+        first = self._cuts.first_parts()
         wanted = max(WANTED_PARTS, first)
         here = Choice(
             merge=1
@@ -290,30 +250,11 @@ class StepPlanner:
                     here, climbing = neighbour, True
                     break
 
-    def _first_parts(self) -> int:
-        """Into how many parts the first choice cuts the fullest microbatch."""
-        if not self.limited or self._module is None:
-            return 1
-        chunks = Counter(chunk.module for chunk in self.placement.chunks)
-        groups = [Counter(self.share.items[i].module for i in group) for group in self.share.microbatches]
-        most = max(group[self._module] for group in groups)
-
-        def stages(parts: int) -> int:
-            size = ceil(most / parts)
-            units = (
-                chunks[name] * (ceil(items / size) if name == self._module else 1)
-                for group in groups
-                for name, items in group.items()
-            )
-            return 3 * sum(units)  # forward, input gradient, weight gradient
-
-        return next((parts for parts in FIRST_PARTS if stages(parts) <= FIRST_STAGES), FIRST_PARTS[-1])
-
     def _likely_level(self, choice: Choice) -> float:
         """The level at which as many microbatches fit as there are workers, as in one forward, one backward; `LIKELY`
         at most."""
         assert self.budget_bytes is not None
-        step, workers = self._step(choice), self.placement.workers
+        step, workers = self._cuts.step(choice), self.placement.workers
         kept = np.bincount(step.worker, weights=step.costs.saved_bytes, minlength=workers)
         under_way = workers * kept / max(1, len(step.share.microbatches))
         room = np.maximum(0, self.budget_bytes - self._static)
@@ -326,7 +267,7 @@ class StepPlanner:
 
     def _halves_are_cheap(self, choice: Choice) -> bool:
         """Whether a split backward takes about as long as a whole one: then splitting is tried first, else last."""
-        costs = self._step(choice).costs
+        costs = self._cuts.step(choice).costs
         can = costs.weight_ns > 0
         halves, whole = (costs.input_ns + costs.weight_ns)[can].sum(), costs.backward_ns[can].sum()
         return bool(halves <= whole * (1 + CHEAP))
@@ -335,7 +276,7 @@ class StepPlanner:
         """Search a little over the orders of a choice, and take it if it is the best so far. It halts after every round,
         so that a large step's try can be left in the middle."""
         self.tried[choice] = None
-        step = self._step(choice)
+        step = self._cuts.step(choice)
         alike = (id(step), choice.level, choice.split)
         if alike in self._alike:
             self.tried[choice] = self.tried[self._alike[alike]]
@@ -394,34 +335,6 @@ class StepPlanner:
         if found < self.best_ns:
             self.best, self.best_ns, self._found, self._plan = one, found, emulated, None
         return None
-
-    def _step(self, choice: Choice) -> StepStages:
-        if choice.cut not in self._steps:
-            share = self.share
-            if choice.even:
-                share = evened(share, self.item_costs, backbone(self.graph, share))
-            share = merged(share, choice.merge) if choice.merge > 1 else share
-            items = dict(self.options.items_per_part)
-            if self._module is not None:
-                items[self._module] = ceil(fullest(self.share, self._module) / choice.parts)
-            by_cost = self.item_costs if self.options.even_parts == "cost" else None
-            parts = cut_parts(self.graph, self.placement, share, items, by_cost)
-            for step in self._steps.values():
-                if step.parts == parts:  # another way to the same cut
-                    self._steps[choice.cut] = step
-                    return step
-            self._steps[choice.cut] = StepStages(
-                self.graph,
-                self.placement,
-                share,
-                parts,
-                self.costs,
-                dtype=self.dtype,
-                forward_only=self.forward_only,
-                work=self._work,
-                table=self._table,
-            )
-        return self._steps[choice.cut]
 
     def _check(self, plan: FlatPlan) -> None:
         """ValueError if a plan exceeds the budget."""

@@ -1,0 +1,137 @@
+"""The cuts of a step that a search chooses from: the ladders that are open to it, and the stages of each cut, made once.
+
+Example, four microbatches, the fullest with three images, no budget: 1, 2 or 4 microbatches in one, and up to 3 parts:
+
+    Cuts(graph, placement, share, costs, limited=False).ladders.merges   (1, 2, 3, 4)
+    cuts.step(Choice(merge=2, parts=3))                                  its stages; the same object if asked for again
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from math import ceil
+
+from pipeweaver.costs import Costs
+from pipeweaver.data.items import Share
+from pipeweaver.data.table import ItemTable
+from pipeweaver.model.graph import ModelGraph
+from pipeweaver.planner.choices import (
+    LEVELS,
+    MERGES,
+    PARTS,
+    Choice,
+    Ladders,
+    backbone,
+    costliest,
+    fullest,
+    has_joint_loss,
+    item_costs,
+)
+from pipeweaver.planner.options import DEFAULTS, PolicyOptions
+from pipeweaver.planner.parts import cut_parts
+from pipeweaver.planner.regroup import evened, merged
+from pipeweaver.schedule.ir import Placement
+from pipeweaver.schedule.stages import StepStages, useful_ns
+
+FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 16_000
+"""Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there."""
+
+
+class Cuts:
+    """The cuts of a replica's step, whose memory is `limited` or not. `module` is the one whose items are cut into parts,
+    None if there is none to choose for."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        placement: Placement,
+        share: Share,
+        costs: Costs,
+        *,
+        limited: bool,
+        forward_only: bool = False,
+        options: PolicyOptions = DEFAULTS,
+        dtype: str = "float32",
+    ) -> None:
+        self.graph, self.placement, self.share, self.costs = graph, placement, share, costs
+        self.limited, self.forward_only, self.options, self.dtype = limited, forward_only, options, dtype
+        self._steps: dict[Choice, StepStages] = {}
+        self._work = useful_ns(graph, share, costs)
+        self._table = ItemTable(share.items, share.links)
+        module = costliest(graph, share, self._work)
+        self.module = None if module in options.items_per_part else module
+        self.ladders = self._ladders()
+
+    @cached_property
+    def item_costs(self) -> list[int]:
+        """Forward and backward of each item alone, ns."""
+        return item_costs(self.graph, self.share, self.costs)
+
+    def step(self, choice: Choice) -> StepStages:
+        """The stages of a choice's cut. Choices that come to the same cut have the same."""
+        if choice.cut not in self._steps:
+            share = self.share
+            if choice.even:
+                share = evened(share, self.item_costs, backbone(self.graph, share))
+            share = merged(share, choice.merge) if choice.merge > 1 else share
+            items = dict(self.options.items_per_part)
+            if self.module is not None:
+                items[self.module] = ceil(fullest(self.share, self.module) / choice.parts)
+            by_cost = self.item_costs if self.options.even_parts == "cost" else None
+            parts = cut_parts(self.graph, self.placement, share, items, by_cost)
+            for step in self._steps.values():
+                if step.parts == parts:
+                    self._steps[choice.cut] = step
+                    return step
+            self._steps[choice.cut] = StepStages(
+                self.graph,
+                self.placement,
+                share,
+                parts,
+                self.costs,
+                dtype=self.dtype,
+                forward_only=self.forward_only,
+                work=self._work,
+                table=self._table,
+            )
+        return self._steps[choice.cut]
+
+    def first_parts(self) -> int:
+        """Into how many parts the first choice cuts the fullest microbatch."""
+        if not self.limited or self.module is None:
+            return 1
+        chunks = Counter(chunk.module for chunk in self.placement.chunks)
+        groups = [Counter(self.share.items[i].module for i in group) for group in self.share.microbatches]
+        most = max(group[self.module] for group in groups)
+
+        def stages(parts: int) -> int:
+            size = ceil(most / parts)
+            units = (
+                chunks[name] * (ceil(items / size) if name == self.module else 1)
+                for group in groups
+                for name, items in group.items()
+            )
+            return 3 * sum(units)  # forward, input gradient, weight gradient
+
+        return next((parts for parts in FIRST_PARTS if stages(parts) <= FIRST_STAGES), FIRST_PARTS[-1])
+
+    def _ladders(self) -> Ladders:
+        """What options, budget and batch leave open."""
+        options, count = self.options, len(self.share.microbatches)
+        free = options.regroup and not self.forward_only and count > 1
+        # Samples move between microbatches of one task only, and a joint loss needs its microbatch whole.
+        alike = len({item.task for item in self.share.items}) == 1 and not has_joint_loss(self.graph, self.share)
+        lean = any(strategy != "keep" for strategy in options.strategies) and self.limited and not self.forward_only
+        most = fullest(self.share, self.module) if self.module is not None else 1
+        merges = tuple(merge for merge in MERGES if merge <= count) if free else (1,)
+        least = 1 / merges[-1] if self.module is not None else 1
+        fitting = [parts for parts in PARTS if least <= parts <= most]
+        by_items = {ceil(most / parts): parts for parts in reversed(fitting)}
+        return Ladders(
+            merges=merges,
+            evens=(False, True) if free and alike else (False,),
+            parts=tuple(sorted(by_items.values())),
+            levels=LEVELS if lean else (1.0,),
+            splits=(False, True) if options.split_backward and not self.forward_only else (False,),
+        )
