@@ -49,11 +49,17 @@ def measure_grid(
     return tuple(found), _median_ns(lambda: one.add_(1.0), timed)
 
 
+def any_numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Normal numbers to measure with, from a generator of their own: torch's global one is watched (`model/refused.py`)."""
+    generator = torch.Generator(device)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
 def _matmuls(
     rows: int, inner: int, outer: int, device: torch.device, dtype: torch.dtype, timed: Stopwatch
 ) -> list[OperatorSample]:
-    inputs, weight = _random((rows, inner), device, dtype), _random((outer, inner), device, dtype)
-    gradient = _random((rows, outer), device, dtype)
+    inputs, weight = any_numbers((rows, inner), device, dtype), any_numbers((outer, inner), device, dtype)
+    gradient = any_numbers((rows, outer), device, dtype)
     size = weight.element_size() * (rows * inner + inner * outer + rows * outer)
     made: list[tuple[OperatorPhase, Callable[[], Tensor], tuple[int, int, int]]] = [
         ("F", lambda: inputs @ weight.t(), (rows, inner, outer)),
@@ -68,8 +74,8 @@ def _matmuls(
 
 
 def _attention(length: int, device: torch.device, dtype: torch.dtype, timed: Stopwatch) -> list[OperatorSample]:
-    q, k, v = (_random((length, HEADS, HEAD_DIM), device, dtype).requires_grad_() for _ in range(3))
-    gradient = _random((length, HEADS, HEAD_DIM), device, dtype)
+    q, k, v = (any_numbers((length, HEADS, HEAD_DIM), device, dtype).requires_grad_() for _ in range(3))
+    gradient = any_numbers((length, HEADS, HEAD_DIM), device, dtype)
     forward, backward = [], []
     for _ in range(ROUNDS):
         out, ns = timed(lambda: attend(q, k, v, [length], causal=True))
@@ -86,10 +92,6 @@ def _attention(length: int, device: torch.device, dtype: torch.dtype, timed: Sto
 
 def _median_ns(call: Callable[[], object], timed: Stopwatch) -> float:
     return max(1.0, median(timed(call)[1] for _ in range(ROUNDS)))
-
-
-def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
 
 
 def _sample(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeweaver.data.items import Batch, Item
+from pipeweaver.measure.grid import any_numbers
 from pipeweaver.measure.parts import SamplePart, choose_parts, records_of
 from pipeweaver.measure.records import LayerSample, LoadSample, OperatorSample, OptimizerSample, StageSample
 from pipeweaver.measure.stopwatch import clock, stopwatch
@@ -116,7 +117,7 @@ class _World:
     def tensor(self, rows: int, spec: TensorSpec) -> Tensor:
         dtype = self.dtype if spec.dtype == "model" else getattr(torch, spec.dtype)
         if dtype.is_floating_point:
-            return torch.randn((rows, spec.width), device=self.device).to(dtype)
+            return any_numbers((rows, spec.width), self.device, dtype)
         return torch.zeros((rows, spec.width), device=self.device, dtype=dtype)
 
 

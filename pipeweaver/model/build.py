@@ -9,7 +9,6 @@ Initial values are a function of seed and layer name alone: however the model is
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from pipeweaver.model.diffusion import DiffusionConfig, diffusion
 from pipeweaver.model.graph import Flow, LayerSpec, ModelGraph, Module, Reading, positions
 from pipeweaver.model.language import LanguageConfig, language
 from pipeweaver.model.part import seed_of
-from pipeweaver.model.refused import check_layer
+from pipeweaver.model.refused import check_layer, global_generator
 from pipeweaver.model.vit import VitConfig, vit
 from pipeweaver.own_code import call_own
 from pipeweaver.schedule.ir import Chunk
@@ -246,13 +245,10 @@ def _spec(graph: ModelGraph, layer: str) -> LayerSpec:
     return dict(_layers(graph.by_name[layer.split(".")[0]]))[layer]
 
 
-_global_generator = threading.Lock()
-
-
 def _initialised(name: str, spec: LayerSpec, seed: int) -> nn.Module:
     """A layer on the CPU in float32, its values drawn under a generator of its own."""
-    # torch.nn draws from the process's global generator, which workers in threads share.
-    with _global_generator, torch.random.fork_rng(devices=[]), _default_dtype(torch.float32), torch.device("cpu"):
+    # torch.nn draws from the process's global generator.
+    with global_generator, torch.random.fork_rng(devices=[]), _default_dtype(torch.float32), torch.device("cpu"):
         torch.manual_seed(seed_of(seed, name))
         layer = spec.build()
     check_layer(name, layer)

@@ -10,6 +10,7 @@ so would what such a layer computes. A dropout that is drawn anew when its layer
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+
+global_generator = threading.Lock()
+"""Held by who uses torch's global generator: workers in threads share it."""
 
 
 def check_layer(name: str, layer: nn.Module) -> None:
@@ -38,9 +42,11 @@ def check_layer(name: str, layer: nn.Module) -> None:
 @contextmanager
 def watched_generator(name: str, device: torch.device) -> Iterator[None]:
     """Raises ValueError, naming the layer, if torch's global generator has moved."""
-    before = _states(device)
-    yield
-    if not all(map(torch.equal, before, _states(device))):
+    with global_generator:
+        before = _states(device)
+        yield
+        after = _states(device)
+    if not all(map(torch.equal, before, after)):
         raise ValueError(f"layer {name}, or the data that was loaded meanwhile, draws at random: {_GENERATOR}")
 
 
