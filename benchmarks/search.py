@@ -67,7 +67,7 @@ WHOLE = Scope(
 )
 QUICK = Scope(
     setups=("VLM-S",),
-    batches=Batches(microbatches=(16, 32), sample=1, chunks=2, long_seconds=None),
+    batches=Batches(microbatches=(16, 32), sample=1, chunks=2, long_seconds=None, others=1),
     instances=6,
     most_stages=24,
     oracle_seconds=1.0,
@@ -255,6 +255,7 @@ def summary(found: Sequence[Found]) -> dict[str, object]:
         "gap_free_p50_m32_unlimited": over(lambda row: row.gap_free, chosen(policy="dynamic", unlimited=True)),
         "gap_layout_p50_m32": over(lambda row: row.gap_layout, chosen(policy="dynamic", unlimited=False)),
         "bubble_vlm_l_m16_unlimited": large[0] if large else None,
+        "bubble_vlm_l_m16_unlimited_p50": median(large) if large else None,
         "dynamic_over_pipeweaver_m16": geometric_mean(speeds) if speeds else None,
         "dynamic_over_pipeweaver_m16_worst": min(speeds, default=None),
         "seconds_max": max((row.seconds for row in ours), default=None),

@@ -30,6 +30,8 @@ DTYPE = "bfloat16"
 SECONDS = {"dynamic": 1.0, "pipeweaver": 10.0}
 COMPARED = 16
 """Microbatches of the rows that are run for a minute as well, and of those of `pipeweaver`, within the memory."""
+SPREAD = ("VLM-L", 16, True)
+"""Setup, microbatches, and whether memory is unlimited, of the row that is also planned for other batches."""
 HASTE = 0.9
 """Share of its time after which a search does not go on."""
 WARM_ROUNDS = {"dynamic": 80, "pipeweaver": 1}
@@ -55,6 +57,7 @@ class Row:
 
     setup: str
     microbatches: int
+    seed: int
     policy: str
     unlimited: bool
     makespan_ns: int
@@ -70,12 +73,14 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """Which batches are planned, and how. A placement is made for `sample` batches of 16 microbatches; `chunks` of each
-    module on each worker are chosen by the policy if left out. `long_seconds`: of the rows that are run for long too."""
+    module on each worker are chosen by the policy if left out. `long_seconds`: of the rows that are run for long too.
+    `others`: so many batches more of `SPREAD`, to see how far one batch speaks for all."""
 
     microbatches: Sequence[int] = (8, 16, 32, 64)
     sample: int = 4
     chunks: int | None = None
     long_seconds: float | None = 60.0
+    others: int = 11
 
 
 def setup_rows(name: str, policy: str, batches: Batches) -> Iterator[tuple[Row, float | None]]:
@@ -100,6 +105,10 @@ def setup_rows(name: str, policy: str, batches: Batches) -> Iterator[tuple[Row, 
             long = planned(case, policy, placement, share, unlimited=unlimited, seconds=batches.long_seconds)
             loss = row.makespan_ns / long.makespan_ns - 1
         yield row, loss
+        if ours and (name, microbatches, unlimited) == SPREAD:
+            for seed in range(1, 1 + batches.others):
+                share = single_share(case.graph, case.batch(seed=seed, microbatches=microbatches))
+                yield planned(case, policy, placement, share, unlimited=unlimited, seconds=SECONDS[policy]), None
 
 
 def placed(case: Case, policy: str, batches: Batches, unlimited: bool) -> Placement:
@@ -148,6 +157,7 @@ def planned(case: Case, policy: str, placement: Placement, share: Share, *, unli
     return Row(
         setup=case.name,
         microbatches=len(share.microbatches),
+        seed=share.step,
         policy=policy,
         unlimited=unlimited,
         makespan_ns=found.makespan_ns,
@@ -176,13 +186,13 @@ def improve(planner: Planner, until: float) -> None:
         longest = max(0.8 * longest, time.perf_counter() - began)
 
 
-HEADER = f"{'setup':6} {'mb':>3} {'memory':9} {'policy':10} {'makespan':>11} {'layout':>7} {'free':>7} {'bubble':>7}"
+HEADER = f"{'setup':6} {'mb':>3} {'seed':>4} {'memory':9} {'policy':10} {'makespan':>11} {'layout':>7} {'free':>7} {'bubble':>7}"
 
 
 def row_text(row: Row, loss: float | None) -> str:
     memory = "unlimited" if row.unlimited else "80 GB"
     return (
-        f"{row.setup:6} {row.microbatches:3} {memory:9} {row.policy:10} {row.makespan_ns / 1e6:8.1f} ms "
+        f"{row.setup:6} {row.microbatches:3} {row.seed:4} {memory:9} {row.policy:10} {row.makespan_ns / 1e6:8.1f} ms "
         f"{row.gap_layout:7.2%} {row.gap_free:7.2%} {row.bubble:7.2%} {row.seconds:6.3f} s, first "
         f"{row.first_plan_ms:5.0f} ms, {row.evaluations_per_s:6.0f}/s"
         + ("" if loss is None else f"; {loss:.2%} over a long run")
