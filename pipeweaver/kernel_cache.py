@@ -40,8 +40,9 @@ def use_kernel_cache() -> None:
 
 def is_empty() -> bool:
     """Whether nothing is kept yet: then what comes first takes longer. False where numba's own way is in use."""
-    folder = os.environ.get("NUMBA_CACHE_DIR")
-    return folder is not None and not (os.path.isdir(folder) and os.listdir(folder))
+    folder = os.environ.get("NUMBA_CACHE_DIR", "")
+    # numba makes its folders when modules are imported, files when something is compiled.
+    return bool(folder) and not any(Path(folder).rglob("*.nbc"))
 
 
 def _state(package: Path) -> str:

@@ -1,12 +1,14 @@
 """Compiled code is kept by state of the sources: a change in any of them, and only such a change, is another folder."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from pipeweaver.kernel_cache import KEPT_DAYS, _state, use_kernel_cache
+from pipeweaver.kernel_cache import KEPT_DAYS, _state, is_empty, use_kernel_cache
 
 
 def test_a_change_in_any_compiled_source_is_another_state(tmp_path: Path) -> None:
@@ -40,6 +42,19 @@ def test_a_folder_that_was_chosen_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     use_kernel_cache()
     assert os.environ["NUMBA_CACHE_DIR"] == str(tmp_path)
     assert not (tmp_path / "unused").exists()
+
+
+def test_nothing_is_kept_before_something_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one_kernel.py").write_text(
+        "import numba\nfrom pipeweaver.kernel_cache import is_empty\n"
+        "@numba.njit(cache=True)\ndef double(x): return 2 * x\n"
+        "assert is_empty()\ndouble(1)\nassert not is_empty()\n"
+    )
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": root}
+    subprocess.run([sys.executable, str(tmp_path / "one_kernel.py")], env=environment, check=True, timeout=60)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "")  # numba's own way: nobody knows
+    assert not is_empty()
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
