@@ -1,7 +1,7 @@
 """Plan a step: how its samples are grouped and its items cut, what is kept in memory, and in which order stages run.
 
-The search climbs: it tries the neighbours of the best choice (`choices.py`), each with a few rounds of search over
-orders, moves to what is better, and when no neighbour is, gives the rounds that are left to the best one's order:
+The search goes on from the best choice to those beside it (`choices.py`), each with a few rounds of search over orders;
+where all of them are known, from the next best, and in the end it gives the rounds that are left to the best one's order:
 
     merge 1, parts 3   10.2 ms            merge 2, parts 3   10.1 ms            merge 2, parts 3   10.0 ms
     parts 4 10.3, parts 2 10.4, merge 2   merge 4 10.3, parts 2 10.2, …         80 more rounds
@@ -46,8 +46,9 @@ LIKELY = 0.55
 """The first level that is tried, at most."""
 NEAR = 0.02
 """What a plan takes longer than its busiest worker, for memory not to be what holds it up."""
-LEAST_GAIN = 0.001
-"""What a neighbour must bring: the more stages, the more actions, whose own time is in no cost."""
+REACH = 0.02
+"""What a choice may take longer than the best, for those beside it to be tried: what one step makes worse, the next may
+make better."""
 HOPELESS, HOPEFUL = 0.03, 0.01
 """What a try may take longer than the best plan, for its units to keep more, and for its order to be searched again."""
 ATTEMPTS = 3
@@ -236,19 +237,21 @@ class StepPlanner:
                     if self.best is None and level < lean.level:  # nothing fits so far
                         lean = lean._replace(level=level)
                         yield lean
-                here = min(self.tried, key=lambda choice: self.tried[choice] or NEVER)
-        climbing = True
-        while climbing:
-            climbing = False
-            for neighbour in ladders.neighbours(here, finer_first=not self._is_near_busiest):
-                if neighbour in self.tried or (neighbour.level < here.level and self._is_near_busiest):
-                    continue
-                before = self.best_ns
-                yield neighbour
-                found = self.tried[neighbour]
-                if found is not None and found < before * (1 - LEAST_GAIN):
-                    here, climbing = neighbour, True
-                    break
+        while (neighbour := self._next_neighbour()) is not None:
+            yield neighbour
+
+    def _next_neighbour(self) -> Choice | None:
+        """A choice beside the best one that has such choices left, of those that are not hopeless; None in the end."""
+        found = [(taken, number) for number, taken in enumerate(self.tried.values()) if taken is not None]
+        choices = list(self.tried)
+        for taken, number in sorted(found):
+            if taken > self.best_ns * (1 + REACH):
+                break
+            here = choices[number]
+            for neighbour in self._cuts.ladders.neighbours(here, finer_first=not self._is_near_busiest):
+                if neighbour not in self.tried and not (neighbour.level < here.level and self._is_near_busiest):
+                    return neighbour
+        return None
 
     def _likely_level(self, choice: Choice) -> float:
         """The level at which as many microbatches fit as there are workers, as in one forward, one backward; `LIKELY`
