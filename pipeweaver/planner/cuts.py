@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from itertools import product
 from math import ceil
 
 from pipeweaver.costs import Costs
@@ -36,6 +37,8 @@ from pipeweaver.schedule.stages import StepStages, useful_ns
 
 FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 16_000
 """Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there."""
+FILLING = 8
+"""Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
 
 
 class Cuts:
@@ -97,24 +100,32 @@ class Cuts:
             )
         return self._steps[choice.cut]
 
-    def first_parts(self) -> int:
-        """Into how many parts the first choice cuts the fullest microbatch."""
-        if not self.limited or self.module is None:
-            return 1
+    def first(self) -> Choice:
+        """The choice to begin with: many microbatches fill the pipeline as they are, in parts that are small where they
+        have to be, for memory."""
+        count, choice = len(self.share.microbatches), Choice()
+        if not self.limited:
+            merges = self.ladders.merges
+            return Choice(merge=max(merge for merge in merges if merge == 1 or count >= FILLING * merge))
+        for merge, parts in product(self.ladders.merges, FIRST_PARTS):
+            choice = Choice(merge=merge, parts=min(self.ladders.parts, key=lambda one: abs(one - parts)))
+            if self._num_stages(choice) <= FIRST_STAGES:
+                break
+        return choice
+
+    def _num_stages(self, choice: Choice) -> int:
+        """About how many stages the cut has."""
         chunks = Counter(chunk.module for chunk in self.placement.chunks)
-        groups = [Counter(self.share.items[i].module for i in group) for group in self.share.microbatches]
-        most = max(group[self.module] for group in groups)
-
-        def stages(parts: int) -> int:
-            size = ceil(most / parts)
-            units = (
-                chunks[name] * (ceil(items / size) if name == self.module else 1)
-                for group in groups
-                for name, items in group.items()
+        groups = [Counter(self.share.items[i].module for i in of) for of in self.share.microbatches]
+        most = fullest(self.share, self.module) if self.module is not None else 1
+        size = ceil(most / choice.parts)
+        units = 0
+        for first in range(0, len(groups), choice.merge):
+            together = sum(groups[first : first + choice.merge], Counter())
+            units += sum(
+                chunks[name] * (ceil(items / size) if name == self.module else 1) for name, items in together.items()
             )
-            return 3 * sum(units)  # forward, input gradient, weight gradient
-
-        return next((parts for parts in FIRST_PARTS if stages(parts) <= FIRST_STAGES), FIRST_PARTS[-1])
+        return 3 * units  # forward, input gradient, weight gradient
 
     def _ladders(self) -> Ladders:
         """What options, budget and batch leave open."""

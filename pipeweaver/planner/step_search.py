@@ -38,15 +38,13 @@ TRY_ROUNDS = 4
 """Orders that the search of a try looks at, and again once units keep what there is room for."""
 BLOCK = 32
 """Rounds of search over the best choice's order, after which its plan is looked at."""
-FILLING = 8
-"""Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
 WANTED_PARTS = 3
 """Where memory holds the first plan up, the next ones have so many parts at least."""
 LIKELY = 0.55
 """The first level that is tried, at most."""
 NEAR = 0.02
 """What a plan takes longer than its busiest worker, for memory not to be what holds it up."""
-REACH = 0.02
+REACH = 0.01
 """What a choice may take longer than the best, for those beside it to be tried: what one step makes worse, the next may
 make better."""
 HOPELESS, HOPEFUL = 0.03, 0.01
@@ -212,21 +210,15 @@ class StepPlanner:
 
     def _climb(self) -> Iterator[Choice]:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
-        ladders, count = self._cuts.ladders, len(self.share.microbatches)
-        # Many microbatches fill the pipeline as they are; parts are small where they have to be, for memory.
-        first = self._cuts.first_parts()
-        wanted = max(WANTED_PARTS, first)
-        here = Choice(
-            merge=1
-            if self.limited
-            else max(merge for merge in ladders.merges if merge == 1 or count >= FILLING * merge),
-            parts=min(ladders.parts, key=lambda parts: abs(parts - first)),
-        )
+        ladders = self._cuts.ladders
+        here = self._cuts.first()
+        wanted = max(WANTED_PARTS, here.parts)
         here = here._replace(split=ladders.splits[-1] and self._halves_are_cheap(here))
         yield here
         if self.limited and not self._is_near_busiest:
             # What keeps everything is known soonest; it is rarely best.
             lean = here._replace(
+                merge=1,
                 even=ladders.evens[-1],
                 parts=min(ladders.parts, key=lambda parts: abs(parts - wanted)),
                 level=min(ladders.levels, key=lambda level: abs(level - self._likely_level(here))),

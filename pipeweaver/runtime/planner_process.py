@@ -29,7 +29,7 @@ LEAST_ROUNDS = 16
 many rounds a batch that has no plan yet takes precedence."""
 CLOSE = 1.005
 """A makespan of so many times the lower bound is not searched any further: costs are not known to half a per cent."""
-LEAST_GAIN, STALE = 0.001, 3
+LEAST_GAIN, STALE = 0.001, 2
 """Nor is one that so many doublings of the rounds in a row have not made shorter by that much: a search that has come to
 its end takes time from nobody."""
 NICE = 19
