@@ -44,7 +44,7 @@ LIKELY = 0.55
 """The first level that is tried, at most."""
 NEAR = 0.02
 """What a plan takes longer than its busiest worker, for memory not to be what holds it up."""
-REACH = 0.01
+REACH = 0.02
 """What a choice may take longer than the best, for those beside it to be tried: what one step makes worse, the next may
 make better."""
 HOPELESS, HOPEFUL = 0.03, 0.01
