@@ -6,7 +6,7 @@
     level      how much of what it would keep a unit may hold (`leaning.py`)
     split      whether backwards are split into input and weight gradients
 
-The search climbs from neighbour to neighbour (`step_search.py`). Example, ladder of parts 1, 2, 3, 4, 6:
+The search goes from a choice to its neighbours (`step_search.py`). Example, ladder of parts 1, 2, 3, 4, 6, finer ones first:
 
     (merge 1, parts 3, level 1)   ->   parts 4, parts 2, merge 2, evened out, not split
 """

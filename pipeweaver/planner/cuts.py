@@ -1,9 +1,10 @@
 """The cuts of a step that a search chooses from: the ladders that are open to it, and the stages of each cut, made once.
 
-Example, four microbatches, the fullest with three images, no budget: 1, 2 or 4 microbatches in one, and up to 3 parts:
+Example, four microbatches, the fullest with three images, no budget:
 
-    Cuts(graph, placement, share, costs, limited=False).ladders.merges   (1, 2, 3, 4)
-    cuts.step(Choice(merge=2, parts=3))                                  its stages; the same object if asked for again
+    cuts = Cuts(graph, placement, share, costs, limited=False)
+    cuts.ladders.merges, cuts.ladders.parts[-1]   (1, 2, 3, 4), 3: so many in one, and up to three parts
+    cuts.step(Choice(merge=2, parts=3))           its stages; the same object if asked for again
 """
 
 from __future__ import annotations

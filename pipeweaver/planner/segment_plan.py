@@ -32,6 +32,7 @@ from pipeweaver.planner.memory_program import CandidateTable, candidate_table, g
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.parts import cut_parts
 from pipeweaver.planner.problem import Ints, Problem
+from pipeweaver.planner.refusal import no_plan_fits
 from pipeweaver.planner.segments import items_per_part, segment_groups
 from pipeweaver.planner.step_problem import step_problem
 from pipeweaver.planner.tree_search import TreeSearch
@@ -241,20 +242,18 @@ class SegmentPlanner:
         orders = tuple(problem.sequence[at == w] for w in range(problem.num_workers))
         draft, plan = self._compiled(orders, self._leanest, policy)
         assert plan.prediction is not None
-        peak = max(plan.prediction.peak_bytes)
-        if peak > self.budget_bytes:
+        if max(plan.prediction.peak_bytes) > self.budget_bytes:
             free = self._other(options=self._options)
             free.run(self.rounds)
             found = free.best(policy)
             assert found[1].prediction is not None
             if max(found[1].prediction.peak_bytes) <= self.budget_bytes:
                 return found
-            worker = plan.prediction.peak_bytes.index(peak)
-            raise ValueError(
-                f"no plan of step {self.step.share.step} fits: worker {worker} needs {peak:,} bytes even with one "
-                f"microbatch at a time, {peak - self.budget_bytes:,} more than the budget of {self.budget_bytes:,}; "
-                f"{int(self._static[worker]):,} of them are parameters, gradients and optimizer state; use more "
-                f"workers, smaller microbatches, or a larger budget (workers.memory)"
+            raise no_plan_fits(
+                step=self.step.share.step,
+                peak_bytes=plan.prediction.peak_bytes,
+                static_bytes=self._static.tolist(),
+                budget_bytes=self.budget_bytes,
             )
         return draft, plan
 

@@ -27,6 +27,7 @@ from pipeweaver.planner.leaning import leaned
 from pipeweaver.planner.listing import NEVER, LimitError
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.problem import Ints
+from pipeweaver.planner.refusal import no_plan_fits
 from pipeweaver.planner.step_problem import step_problem
 from pipeweaver.planner.tries import Try, draft_of, make_try, relaxed
 from pipeweaver.schedule.compile import Emulated, compile_flat, completed
@@ -168,8 +169,7 @@ class StepPlanner:
             orders = [made.problem.sequence[at == w] for w in range(made.problem.num_workers)]
             draft = draft_of(step, made, orders, strategies)
             plan = compile_flat(step, draft)
-            assert plan.prediction is not None
-            peak = max(plan.prediction.peak_bytes)
+            peak = max(_peaks(plan))
             if least is None or peak < least[0]:
                 least = (peak, draft, plan)
         assert least is not None, "there is at least one cut"
@@ -179,36 +179,38 @@ class StepPlanner:
         """Where no try fits: the leanest plan, or else one that knows no budget: the search reckons with more than compiled
         plans hold, and recomputing what little is saved can take more than it frees. Raises ValueError, naming worker
         and bytes, if neither fits."""
+        assert self.budget_bytes is not None
         leanest = self.leanest()
-        if self._excess(leanest[1]) > 0:
-            free = StepPlanner(
-                self.graph,
-                self.placement,
-                self.share,
-                self.costs,
-                seed=self.seed,
-                forward_only=self.forward_only,
-                options=self.options,
-                dtype=self.dtype,
-            )
-            free.run(rounds)
-            plan = free.plan()
-            if self._excess(plan) <= 0:
-                return free.draft(), plan
-        self._check(leanest[1])
-        return leanest
-
-    def _excess(self, plan: FlatPlan) -> int:
-        """Bytes that the fullest worker holds beyond the budget."""
-        assert plan.prediction is not None and self.budget_bytes is not None
-        return max(plan.prediction.peak_bytes) - self.budget_bytes
+        peaks = _peaks(leanest[1])
+        if max(peaks) <= self.budget_bytes:
+            return leanest
+        free = StepPlanner(
+            self.graph,
+            self.placement,
+            self.share,
+            self.costs,
+            seed=self.seed,
+            forward_only=self.forward_only,
+            options=self.options,
+            dtype=self.dtype,
+        )
+        free.run(rounds)
+        plan = free.plan()
+        if max(_peaks(plan)) <= self.budget_bytes:
+            return free.draft(), plan
+        raise no_plan_fits(
+            step=self.share.step,
+            peak_bytes=peaks,
+            static_bytes=self._static.tolist(),
+            budget_bytes=self.budget_bytes,
+        )
 
     def _tries(self) -> Iterator[None]:
         """All tries, round by round."""
-        for choice in self._climb():
+        for choice in self._choices():
             yield from self._try(choice)
 
-    def _climb(self) -> Iterator[Choice]:
+    def _choices(self) -> Iterator[Choice]:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders = self._cuts.ladders
         here = self._cuts.first()
@@ -331,16 +333,8 @@ class StepPlanner:
             self.best, self.best_ns, self._found, self._plan = one, found, emulated, None
         return None
 
-    def _check(self, plan: FlatPlan) -> None:
-        """ValueError if a plan exceeds the budget."""
-        assert plan.prediction is not None and self.budget_bytes is not None
-        peaks: Sequence[int] = plan.prediction.peak_bytes
-        worker = max(range(len(peaks)), key=peaks.__getitem__)
-        peak = peaks[worker]
-        if peak > self.budget_bytes:
-            raise ValueError(
-                f"no plan of step {self.share.step} fits: worker {worker} needs {peak:,} bytes even with one "
-                f"microbatch at a time, {peak - self.budget_bytes:,} more than the budget of {self.budget_bytes:,}; "
-                f"{int(self._static[worker]):,} of them are parameters, gradients and optimizer state; use more "
-                f"workers, smaller microbatches, or a larger budget (workers.memory)"
-            )
+
+def _peaks(plan: FlatPlan) -> Sequence[int]:
+    """[P] bytes that workers hold at most."""
+    assert plan.prediction is not None
+    return plan.prediction.peak_bytes

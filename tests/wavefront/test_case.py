@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from pipeweaver.data_folder import data_folder
 from pipeweaver.wavefront.baselines import sequential
 from pipeweaver.wavefront.bound import area_bound_ns
 from pipeweaver.wavefront.case import case_of, read_case
@@ -26,12 +25,8 @@ TABLE = {
 
 
 @pytest.fixture(scope="module")
-def reference():
-    try:
-        path = data_folder() / "spindle" / "planner_reference.json"
-    except ValueError as error:
-        pytest.skip(str(error))
-    return read_case(path)
+def reference(measured_data):
+    return read_case(measured_data / "spindle" / "planner_reference.json")
 
 
 @pytest.mark.parametrize("workers", TABLE)
