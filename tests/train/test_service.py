@@ -285,11 +285,11 @@ SEND_ANSWER = """
 import socket, sys
 end = socket.socket(fileno=int(sys.argv[2]))
 asked = b""
-while b"Wanted" not in asked:
-    asked += end.recv(100_000) or sys.exit()
-end.sendall(open(sys.argv[1], "rb").read())
-while end.recv(100_000):
-    pass
+while more := end.recv(100_000):
+    asked += more
+    if b"Wanted" in asked:  # each time: an answer to what was taken meanwhile is not looked at
+        asked = b""
+        end.sendall(open(sys.argv[1], "rb").read())
 """
 
 
