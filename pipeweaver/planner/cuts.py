@@ -36,7 +36,7 @@ from pipeweaver.planner.regroup import evened, merged
 from pipeweaver.schedule.ir import Placement
 from pipeweaver.schedule.stages import StepStages, useful_ns
 
-FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 16_000
+FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 13_000
 """Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there."""
 FILLING = 8
 """Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
