@@ -61,7 +61,7 @@ TASK = "main"
 CONFIG = Path(__file__).with_name("runtime.toml")
 FULL, QUICK = (5, 5, 8), (1, 2, 4)
 """(blocks, steps in a block, microbatches): a way runs a block before the next has its turn; the first step is not counted."""
-WARM_STEPS = 3
+WARM_STEPS = 5
 """Steps of each way before anything is counted: planner processes load what they need, costs are corrected."""
 SAMPLE = 8
 """Batches that static splits are compared on."""
@@ -274,6 +274,8 @@ class Comparison:
             if isinstance(message, Finish):
                 break
             assert isinstance(message, RunPlan)
+            if (self._blocks, number) == (1, base):
+                worker.reserve(message.plan)
             result = worker.run(message.plan)
             yield Ran(plan=message.plan, spans=result.spans, loss=sum(result.losses.values()))
         if ahead is not None:

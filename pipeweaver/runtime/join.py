@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipeweaver.cluster import Workers, available_cores, cores_of
 from pipeweaver.runtime.company import LEAST_PATIENCE_S, Company
 from pipeweaver.runtime.exchange import MOST_WAIT, Store
-from pipeweaver.runtime.process import keep_memory
+from pipeweaver.runtime.heap import keep_memory
 from pipeweaver.runtime.transport import Address, WorkerMap
 
 

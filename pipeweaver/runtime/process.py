@@ -25,7 +25,6 @@ PARENT = "PIPEWEAVER_PARENT"
 """Environment variable: process id of the launcher, set for the workers it starts."""
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
@@ -97,20 +96,6 @@ def use_cores(cores: Collection[int]) -> None:
     """Keep the calling thread to `cores`, where the system can; an empty collection changes nothing."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
-
-
-def keep_memory() -> None:
-    """Keep what this process frees for what it allocates next; changes nothing where the C library is not glibc.
-
-    Left alone, glibc gives the memory of a step's activations back to the system and takes it again page by page in a
-    later step: up to half of the step's time, and only in some steps.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, -1)  # never
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
 
 
 def exit_code(error: Exception) -> int:

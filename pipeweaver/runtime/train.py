@@ -319,6 +319,8 @@ def _run_orders(
             switching_ns = time.perf_counter_ns() - start_ns
             turned_ns += switching_ns
         worker.load = loads[message.data]
+        if number == 1:
+            worker.reserve(plan)
         rate = None if plan.forward_only else learning_rate(job.optimizer, plan.step, job.run.steps)
         result = worker.run(plan, learning_rate=rate)
         end_ns = time.perf_counter_ns()

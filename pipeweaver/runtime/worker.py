@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime.execution import Execution, Loader
+from pipeweaver.runtime.heap import reserve_memory
 from pipeweaver.runtime.offload import Copies
 from pipeweaver.runtime.optimizer import OptimizerConfig, adamw
 from pipeweaver.runtime.process import RunError
@@ -26,6 +27,9 @@ from pipeweaver.runtime.stage import BuiltChunk, build_chunk
 from pipeweaver.runtime.transport import Transport
 from pipeweaver.runtime.watchdog import Watchdog
 from pipeweaver.schedule.ir import Action, Chunk, Norm, ParameterGroup, Plan, Post, Reduce, Span, Wait
+
+RESERVE = 0.25
+"""What the heap has beyond a plan's peak: other plans need more, and pieces between what is in use are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +171,13 @@ class Worker:
         self.buckets: dict[int, Bucket] = {}
         self._groups: tuple[ParameterGroup, ...] | None = None
         self._chunks: dict[Chunk, BuiltChunk] = {}
+
+    def reserve(self, plan: Plan) -> None:
+        """Have the memory that plans like this one need before the first of them runs. On GPUs torch keeps its own."""
+        if self.device.type == "cpu" and plan.prediction is not None:
+            worker = self.transport.address.worker
+            needed = plan.prediction.peak_bytes[worker] - plan.static_bytes[worker]
+            reserve_memory(int(needed * (1 + RESERVE)))
 
     def built(self, chunk: Chunk) -> BuiltChunk:
         """A chunk of this worker, ready to run."""
