@@ -40,7 +40,8 @@ from pipeweaver.runtime import planner_process
 from pipeweaver.runtime.ahead import Planning, plan_batch
 from pipeweaver.runtime.planner_messages import Begin
 from pipeweaver.runtime.service import Service
-from pipeweaver.schedule.ir import Placement, Plan
+from pipeweaver.schedule.flat import FlatPlan
+from pipeweaver.schedule.ir import Placement
 
 FIELDS = ("wait_share", "service_slowdown", "plans_16k_gpus_s")
 JOB = Path(__file__).with_name("runtime.toml")
@@ -116,7 +117,7 @@ def plans_16k_gpus_s(replicas: int = REPLICAS) -> float:
     return seconds
 
 
-def _take(service: Service, number: int, case: Case, seed: int, microbatches: int) -> tuple[Plan, ...]:
+def _take(service: Service, number: int, case: Case, seed: int, microbatches: int) -> tuple[FlatPlan, ...]:
     service.want(number, case.batch(seed=seed, microbatches=microbatches))
     service.wait(number)
     return service.take(number)

@@ -44,7 +44,7 @@ from pipeweaver.planner.assign import single_share
 from pipeweaver.policies import POLICIES
 from pipeweaver.report.metrics import padding_share
 from pipeweaver.runtime import prepare, process
-from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch
+from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch, predicted_ns
 from pipeweaver.runtime.exchange import Exchange, Finish, RunPlan
 from pipeweaver.runtime.join import Membership, join
 from pipeweaver.runtime.launch import launch
@@ -328,10 +328,6 @@ def contiguous(graph: ModelGraph, first: int) -> Placement:
             if start < stop:
                 chunks.append(Chunk(task="main", module=module.name, start=start, stop=stop, worker=worker))
     return Placement(workers=2, chunks=tuple(chunks))
-
-
-def predicted_ns(plans: Sequence[Plan]) -> int:
-    return max(plan.prediction.step_ns for plan in plans if plan.prediction)
 
 
 def emulated_ns(step: Step) -> int:

@@ -44,6 +44,7 @@ from pipeweaver.runtime.launch import launch
 from pipeweaver.runtime.relocate import homes_of, relocate, relocation
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
+from pipeweaver.schedule.flat import records
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
 from pipeweaver.semu.correct import Factors, updated
 
@@ -132,7 +133,7 @@ class Comparison:
     def run(self, block: int, batches: Sequence[Batch]) -> None:
         turn = block % len(WAYS)
         for way in WAYS[turn:] + WAYS[:turn]:
-            plans: list[Plan] = _from_first([plan_batch(self.plannings[way], batch)[0] for batch in batches]
+            plans: list[Plan] = _from_first([records(plan_batch(self.plannings[way], batch)[0]) for batch in batches]
                                             if self.plannings else [])  # fmt: skip
             self.transport.barrier()
             used = self.factors[way]
@@ -155,7 +156,10 @@ class Comparison:
     def switches(self, batch: Batch) -> list[float]:
         """Seconds that each change of the task set takes, round the ring, a step between them."""
         plans: list[Plan] = _from_first(
-            [plan_batch(planning, _only(batch, tasks))[0] for planning, tasks in zip(self.sets, SETS, strict=True)]
+            [
+                records(plan_batch(planning, _only(batch, tasks))[0])
+                for planning, tasks in zip(self.sets, SETS, strict=True)
+            ]
             if self.sets
             else []
         )

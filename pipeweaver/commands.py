@@ -31,6 +31,7 @@ from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.join import choose_device, join
 from pipeweaver.runtime.orders import recorded_entries
 from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
+from pipeweaver.schedule.flat import records
 from pipeweaver.schedule.ir import Plan
 from pipeweaver.semu.costs import SemuCosts
 
@@ -98,7 +99,7 @@ class ReadyStep:
 
     def plan(self) -> tuple[Plan, ...]:
         """Proven plans of all replicas, as `train` would make them. Raises ValueError if none fits the memory budget."""
-        return plan_batch(self.planning, self.batch)
+        return tuple(map(records, plan_batch(self.planning, self.batch)))
 
 
 def ready_step(job: Job, step: int, calibrate: Callable[[], None]) -> ReadyStep:

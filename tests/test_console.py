@@ -26,6 +26,7 @@ from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.train import StepReport
+from pipeweaver.schedule.flat import records
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.toml"
 
@@ -139,7 +140,7 @@ def test_a_plan_as_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     loaders = prepare.job_loaders(job, prepare.job_datasets(job)["train"])
     costs = FlatCosts(layers={module.name: len(module.layers) for module in graph.modules})
     planning = prepare.place(job, job.policy.name, graph, prepare.job_sample(job, loaders), costs, None)
-    plans = plan_batch(planning, next(TaskBatches(loaders)))
+    plans = tuple(map(records, plan_batch(planning, next(TaskBatches(loaders)))))
     print_plan(plans, 2 << 30)
     text = capsys.readouterr().out
     assert len(re.findall(r"^replica [01]$", text, flags=re.M)) == 2

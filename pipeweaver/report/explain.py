@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import linked
+from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.ir import Compute, Load, Plan, Post, Settle, Span, Stage
 from pipeweaver.schedule.memory import allocations, held_bytes
 
@@ -50,7 +51,7 @@ class Explanation(NamedTuple):
     without: tuple[tuple[str, int | None], ...]
 
 
-def longest_ns(plans: Sequence[Plan]) -> int:
+def longest_ns(plans: Sequence[Plan | FlatPlan]) -> int:
     """The makespan of a step: that of its slowest replica."""
     return max((plan.prediction.makespan_ns for plan in plans if plan.prediction is not None), default=0)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Batch, Share
@@ -20,11 +21,13 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.policies import POLICIES
-from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, RunPlan
+from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, run_plan
 from pipeweaver.runtime.process import exit_code, in_words, use_cores
-from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.compile import compile_flat
+from pipeweaver.schedule.flat import FlatPlan, records
 from pipeweaver.schedule.ir import Placement, Plan
-from pipeweaver.schedule.verify import verify
+from pipeweaver.schedule.stages import StepStages
+from pipeweaver.schedule.verify import verify_flat
 from pipeweaver.semu.correct import Factors
 from pipeweaver.semu.costs import SemuCosts
 
@@ -45,11 +48,11 @@ class Planning:
     rounds: int = 0
 
 
-def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) -> tuple[Plan, ...]:
+def plan_batch(planning: Planning, batch: Batch, *, forward_only: bool = False) -> tuple[FlatPlan, ...]:
     """Verified plans of all replicas for one batch. Raises ValueError if the policy finds none, or a wrong one."""
     shares = shares_for(planning, batch)
     plans = plan_shares(planning, shares, forward_only=forward_only)
-    verify(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
+    verify_flat(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
     return plans
 
 
@@ -59,29 +62,28 @@ def shares_for(planning: Planning, batch: Batch) -> tuple[Share, ...]:
     return share_out(planning.graph, batch, planning.num_replicas, planning.costs, exchange=exchange)
 
 
-def plan_shares(planning: Planning, shares: Sequence[Share], *, forward_only: bool = False) -> tuple[Plan, ...]:
+def plan_shares(planning: Planning, shares: Sequence[Share], *, forward_only: bool = False) -> tuple[FlatPlan, ...]:
     """Plans for some replicas' shares of a batch, not yet verified. Raises ValueError if the policy finds none."""
-    return tuple(
-        compile_plan(
-            planning.graph,
+    graph, costs, dtype = planning.graph, planning.costs, planning.dtype
+    found = []
+    for share in shares:
+        draft = POLICIES[planning.policy].plan(
+            graph,
+            planning.placement,
             share,
-            POLICIES[planning.policy].plan(
-                planning.graph,
-                planning.placement,
-                share,
-                planning.costs,
-                budget_bytes=planning.budget_bytes,
-                seed=planning.seed,
-                rounds=planning.rounds,
-                forward_only=forward_only,
-                options=planning.options,
-                dtype=planning.dtype,
-            ),
-            planning.costs,
-            dtype=planning.dtype,
+            costs,
+            budget_bytes=planning.budget_bytes,
+            seed=planning.seed,
+            rounds=planning.rounds,
+            forward_only=forward_only,
+            options=planning.options,
+            dtype=dtype,
         )
-        for share in shares
-    )
+        step = StepStages(
+            graph, draft.placement, share, draft.parts, costs, dtype=dtype, forward_only=draft.forward_only
+        )
+        found.append(compile_flat(step, draft))
+    return tuple(found)
 
 
 def corrected(planning: Planning, factors: Factors) -> Planning:
@@ -93,7 +95,7 @@ def corrected(planning: Planning, factors: Factors) -> Planning:
     return replace(planning, costs=planning.costs.corrected(factors))
 
 
-def predicted_ns(plans: Sequence[Plan]) -> int:
+def predicted_ns(plans: Sequence[FlatPlan]) -> int:
     """What plans of one batch are compared by: the longest step of a replica, for which the others wait."""
     return max(plan.prediction.step_ns for plan in plans if plan.prediction is not None)
 
@@ -105,11 +107,16 @@ class Order:
     `is_last` of an evaluation's orders. `factors` corrected the costs that the plans were made with.
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[FlatPlan, ...]
     step: int
     data: Data = "train"
     is_last: bool = True
     factors: Factors = field(default_factory=dict)
+
+    @cached_property
+    def records(self) -> tuple[Plan, ...]:
+        """The plans as records: for what keeps, draws and reports them, and made when it does."""
+        return tuple(map(records, self.plans))
 
 
 class Ahead:
@@ -176,5 +183,5 @@ class Ahead:
             self._orders.close()
 
     def _publish(self, number: int, order: Order) -> None:
-        messages = [RunPlan(plan=plan, fingerprint=plan.fingerprint, data=order.data) for plan in order.plans]
+        messages = [run_plan(plan, order.data) for plan in order.plans]
         self._exchange.publish(number, messages, readers=self._readers)

@@ -16,7 +16,8 @@ import msgspec
 from pipeweaver.runtime.ahead import Order
 from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.process import use_cores
-from pipeweaver.schedule.ir import Measurement, Plan, Span
+from pipeweaver.schedule.flat import FlatPlan
+from pipeweaver.schedule.ir import Measurement, Span
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +97,7 @@ class Collector:
                 number, order = expected
                 reports = [
                     [
-                        self._exchange.take_report(number, plan.replica, worker, WorkerReport)
+                        self._exchange.take_report(number, plan.head.replica, worker, WorkerReport)
                         for worker in range(self._num_workers)
                     ]
                     for plan in order.plans
@@ -135,7 +136,7 @@ def put_together(
     )
 
 
-def measurement(plan: Plan, reports: Sequence[WorkerReport], ahead_ns: Sequence[int]) -> Measurement:
+def measurement(plan: FlatPlan, reports: Sequence[WorkerReport], ahead_ns: Sequence[int]) -> Measurement:
     """One replica's measurement: clocks aligned, time zero where the first worker turned to the step.
 
     A step takes from one order's end to the next one's, by the worker that is last. A transfer lasts from the
@@ -146,9 +147,10 @@ def measurement(plan: Plan, reports: Sequence[WorkerReport], ahead_ns: Sequence[
     zero = min(turned)
     shifts = [report.start_ns - ahead - zero for report, ahead in zip(reports, ahead_ns, strict=True)]
     transfers = []
-    for number, transfer in enumerate(plan.transfers):
-        posted = max(reports[end].posted_ns[number] + shifts[end] for end in (transfer.sender, transfer.receiver))
-        finished = reports[transfer.receiver].finished_ns[number] + shifts[transfer.receiver]
+    ends_of = zip(plan.transfers.sender.tolist(), plan.transfers.receiver.tolist(), strict=True)
+    for number, (sender, receiver) in enumerate(ends_of):
+        posted = max(reports[end].posted_ns[number] + shifts[end] for end in (sender, receiver))
+        finished = reports[receiver].finished_ns[number] + shifts[receiver]
         # Clocks of two hosts agree within microseconds only, and time does not run backwards.
         transfers.append(Span(min(posted, finished), finished))
     peaks = [report.peak_bytes for report in reports]

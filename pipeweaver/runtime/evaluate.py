@@ -34,14 +34,14 @@ def summed(collected: Sequence[Collected], weights: Mapping[str, float]) -> Eval
     metrics: dict[str, tuple[float, int]] = {}
     samples = duration_ns = 0
     for one in collected:
-        plans = one.order.plans
+        heads = [plan.head for plan in one.order.plans]
         for name, loss in one.losses.items():
-            totals[name] = totals.get(name, 0.0) + loss * plans[0].normalisers[name]
-            units[name] = units.get(name, 0) + plans[0].normalisers[name]
+            totals[name] = totals.get(name, 0.0) + loss * heads[0].normalisers[name]
+            units[name] = units.get(name, 0) + heads[0].normalisers[name]
         for name, (total, count) in one.metrics.items():
             before_total, before_count = metrics.get(name, (0.0, 0))
             metrics[name] = (before_total + total, before_count + count)
-        samples += sum(len(plan.records) for plan in plans)
+        samples += sum(len(head.records) for head in heads)
         duration_ns += max(measured.step_ns for measured in one.measurements)
     losses = {name: totals[name] / units[name] for name in totals}
     return Evaluation(

@@ -2,7 +2,7 @@
 
 The first rank numbers what it orders, and every worker takes the orders of its replica in that sequence:
 
-    order/0/1    RunPlan(the plan of replica 1 for step 0)
+    order/0/1    RunPlan(the plan of replica 1 for step 0, as flat arrays)
     order/1/1    RunPlan(its forward-only plan on held-out data)
     order/2/1    Finish()
 
@@ -12,17 +12,21 @@ whoever started the workers, so that it outlives a failing worker. Plans are dat
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from pipeweaver.runtime.process import RunError
+from pipeweaver.schedule.flat import FlatPlan, records
 from pipeweaver.schedule.ir import Placement, Plan
+from pipeweaver.schedule.wire import pack, unpack
 
 Data = Literal["train", "held-out"]
 
@@ -52,12 +56,18 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     placement: Placement
 
 
-class RunPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run this plan next, on items of `data`."""
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True, dict=True):
+    """Run this plan next, on items of `data`. `packed` is the plan as `wire.pack` makes it."""
 
-    plan: Plan
-    fingerprint: str
+    packed: bytes
+    checksum: str
     data: Data = "train"
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan as the records that a worker runs: made here, when they are asked for first."""
+        (found,) = unpack(self.packed)
+        return records(found)
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -149,7 +159,7 @@ class Exchange:
             raise FirstRankFailed(words, code=message.code, once_per_host=True)
         if isinstance(message, RunPlan):
             # Both ends of every transfer must act on the same plan.
-            assert message.plan.fingerprint == message.fingerprint, f"plan of order {number} changed on its way"
+            assert _checksum(message.packed) == message.checksum, f"plan of order {number} changed on its way"
         return message
 
     def send_report(self, number: int, replica: int, worker: int, report: msgspec.Struct) -> None:
@@ -201,6 +211,16 @@ class Exchange:
                     f"waited for {key}, but the first worker has given no sign of life for {self._patience_s:g} s: "
                     "it is dead, frozen, or cut off"
                 )
+
+
+def run_plan(plan: FlatPlan, data: Data = "train") -> RunPlan:
+    """The message for one replica's plan."""
+    packed = pack([plan])
+    return RunPlan(packed=packed, checksum=_checksum(packed), data=data)
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _key(number: int, replica: int) -> str:

@@ -30,7 +30,8 @@ from pipeweaver.runtime.exchange import Data
 from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
 from pipeweaver.runtime.service import Service
-from pipeweaver.schedule.ir import Placement, Plan
+from pipeweaver.schedule.flat import FlatPlan
+from pipeweaver.schedule.ir import Placement
 from pipeweaver.semu.correct import Factors, rounded
 from pipeweaver.semu.costs import SemuCosts
 
@@ -188,7 +189,7 @@ def _planned(
     """The orders of one task set: its steps, and evaluations between them."""
     told: deque[_Told] = deque()
     to_tell = _to_tell(job, batches, steps, held_out, told)
-    evaluated: dict[int, tuple[Plan, ...]] = {}
+    evaluated: dict[int, tuple[FlatPlan, ...]] = {}
     asked: dict[int, Factors] = {}  # what corrected the costs of an order
     while True:
         while len(told) <= job.planner.ahead and (one := next(to_tell, None)) is not None:

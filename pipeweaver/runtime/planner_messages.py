@@ -79,8 +79,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The best plans so far; the last ones if `finished`.
 
-    `plans` is MessagePack of one `Plan` per replica, unpacked only when they are used; empty if those sent before are
-    still the best.
+    `plans` are those of the replicas as `wire.pack` makes them, unpacked only when they are used; empty if those sent
+    before are still the best.
     """
 
     number: int

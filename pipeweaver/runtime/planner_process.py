@@ -58,8 +58,8 @@ from pipeweaver.runtime.planner_messages import (  # noqa: E402
     Wanted,
     encode,
 )
-from pipeweaver.schedule.flat import records  # noqa: E402
-from pipeweaver.schedule.ir import Plan  # noqa: E402
+from pipeweaver.schedule.flat import FlatPlan  # noqa: E402
+from pipeweaver.schedule.wire import pack  # noqa: E402
 
 
 def main(planning_of: Callable[[Begin], Planning] | None = None) -> None:
@@ -96,7 +96,7 @@ def serve(end: socket.socket, planning_of: Callable[[Begin], Planning]) -> None:
     if begin.beside_training:
         _yield_to_workers()
     planning = planning_of(begin)
-    # Plans are trees of records, in which nothing is ever found to be garbage but much time goes into looking.
+    # What plans are made of are trees of records, in which nothing is ever found to be garbage but much time goes into looking.
     gc.freeze()
     gc.disable()
     end.sendall(encode(Ready()))
@@ -137,7 +137,7 @@ class Search:
         self._used, self._turn = 0.0, 0.0  # seconds: in all, and for the next plans
         self._stale = 0  # doublings since the last gain
         self._searches: list[StepSearch] = []
-        self._best: tuple[Plan, ...] = ()
+        self._best: tuple[FlatPlan, ...] = ()
 
     @property
     def has_plan(self) -> bool:
@@ -168,11 +168,9 @@ class Search:
             or self._stale >= STALE
             or _is_proven_best(plans)
         )
-        return Planned(
-            number=self._wanted.number, finished=is_last, plans=msgspec.msgpack.encode(plans) if better else b""
-        )
+        return Planned(number=self._wanted.number, finished=is_last, plans=pack(plans) if better else b"")
 
-    def _first(self) -> tuple[Plan, ...]:
+    def _first(self) -> tuple[FlatPlan, ...]:
         wanted, planning = self._wanted, self._planning
         shares = shares_for(planning, wanted.batch)[wanted.first : wanted.stop]
         start = POLICIES[planning.policy].search
@@ -195,7 +193,7 @@ class Search:
         ]
         return self._found()
 
-    def _improved(self) -> tuple[Plan, ...]:
+    def _improved(self) -> tuple[FlatPlan, ...]:
         """Plans of about twice as many rounds; nothing as long as they are not made."""
         self._rounds_left = self._rounds_left or max(LEAST_ROUNDS, self._rounds)
         for search in self._searches:
@@ -204,8 +202,8 @@ class Search:
         self._rounds_left -= LEAST_ROUNDS
         return () if self._rounds_left else self._found()
 
-    def _found(self) -> tuple[Plan, ...]:
-        return tuple(records(search.plan()) for search in self._searches)
+    def _found(self) -> tuple[FlatPlan, ...]:
+        return tuple(search.plan() for search in self._searches)
 
 
 def _yield_to_workers() -> None:
@@ -217,7 +215,7 @@ def _yield_to_workers() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _is_proven_best(plans: Sequence[Plan]) -> bool:
+def _is_proven_best(plans: Sequence[FlatPlan]) -> bool:
     """No schedule of the same stages is shorter by more than `CLOSE`."""
     predictions = [plan.prediction for plan in plans if plan.prediction is not None]
     return all(found.makespan_ns <= CLOSE * found.lower_bound_ns for found in predictions)

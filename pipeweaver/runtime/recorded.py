@@ -56,14 +56,14 @@ class Recorder:
         self._index.close()
 
     def _write(self, number: int, order: Order, file: str) -> None:
-        save_plans(order.plans, self._folder / file)
+        save_plans(order.records, self._folder / file)
         entry = Entry(
             number=number,
             file=file,
             data=order.data,
             step=order.step,
             is_last=order.is_last,
-            fingerprints=tuple(plan.fingerprint for plan in order.plans),
+            fingerprints=tuple(plan.fingerprint for plan in order.records),
         )
         # The line comes after the file that it speaks of: a run that is killed leaves no line without one.
         self._index.write(msgspec.json.encode(entry) + b"\n")
@@ -143,14 +143,14 @@ def replay(
             raise ValueError(f"{path} has its chunks on other workers than {entries[0].file}: it is of another run")
         try:
             shares = shares_of(plans, graph, partial(sample, entry.data))
-            verify(plans, graph, shares, dtype=dtype, budget_bytes=budget_bytes)
+            proven = verify(plans, graph, shares, dtype=dtype, budget_bytes=budget_bytes)
         except ValueError as error:
             raise ValueError(f"{path} is no plan for this job: {error}") from None
-        yield Order(plans=plans, step=entry.step, data=entry.data, is_last=entry.is_last)
+        yield Order(plans=proven, step=entry.step, data=entry.data, is_last=entry.is_last)
 
 
 def shares_of(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, str, int], Sample]) -> list[Share]:
-    """What the replicas share out: the samples that the plans name, as `sample(record, task, draw)` has them.
+    """What the replicas share out: the samples that the plans (or heads of flat ones) name, as `sample(record, task, draw)` has them.
 
     Raises ValueError if items or links of the plans are not those of the samples.
     """

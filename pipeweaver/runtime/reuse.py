@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from pipeweaver.data.items import Batch, Item
 from pipeweaver.runtime.ahead import predicted_ns
-from pipeweaver.schedule.ir import Plan
+from pipeweaver.schedule.flat import FlatPlan
 
 MOST_KEPT = 16
 """Batches whose plans are kept, those used last."""
@@ -26,7 +26,7 @@ MOST_KEPT = 16
 
 class _Kept(NamedTuple):
     batch: Batch
-    plans: tuple[Plan, ...]
+    plans: tuple[FlatPlan, ...]
     is_final: bool
 
 
@@ -45,7 +45,7 @@ class Reuse:
         content = msgspec.msgpack.encode((samples, batch.microbatches, forward_only, sorted(factors.items())))
         return hashlib.sha256(content).digest()
 
-    def find(self, key: bytes, batch: Batch) -> tuple[tuple[Plan, ...], bool]:
+    def find(self, key: bytes, batch: Batch) -> tuple[tuple[FlatPlan, ...], bool]:
         """(plans for `batch` by those of an equal one, whether a search for better ones has ended); (), False if there
         was none."""
         kept = self._kept.get(key)
@@ -54,7 +54,7 @@ class Reuse:
         self._kept.move_to_end(key)
         return tuple(_renamed(plan, kept.batch, batch) for plan in kept.plans), kept.is_final
 
-    def keep(self, key: bytes, batch: Batch, plans: tuple[Plan, ...], *, is_final: bool) -> None:
+    def keep(self, key: bytes, batch: Batch, plans: tuple[FlatPlan, ...], *, is_final: bool) -> None:
         """Plans that `batch` is trained with; the better ones stay."""
         kept = self._kept.get(key)
         if kept is None or predicted_ns(plans) < predicted_ns(kept.plans):
@@ -66,16 +66,17 @@ class Reuse:
             self._kept.popitem(last=False)
 
 
-def _renamed(plan: Plan, old: Batch, new: Batch) -> Plan:
+def _renamed(plan: FlatPlan, old: Batch, new: Batch) -> FlatPlan:
     """The plan of the `old` batch for the items of the `new` one."""
     items: dict[str, Item] = {}
     records: dict[str, tuple[str, int]] = {}
     for before, after in zip(old.samples, new.samples, strict=True):
         items |= {item.name: other for item, other in zip(before.items, after.items, strict=True)}
         records[f"{before.task}/{before.draw}"] = (f"{after.task}/{after.draw}", after.record)
-    return replace(
-        plan,
+    head = msgspec.structs.replace(
+        plan.head,
         step=new.step,
-        items=tuple(items[item.name] for item in plan.items),
-        records=dict(records[name] for name in plan.records),
+        items=tuple(items[item.name] for item in plan.head.items),
+        records=dict(records[name] for name in plan.head.records),
     )
+    return replace(plan, head=head)

@@ -41,9 +41,10 @@ from pipeweaver.runtime.planner_messages import Begin, FromPlanner, Planned, Rea
 from pipeweaver.runtime.planner_pool import COMMAND, Planner, Pool
 from pipeweaver.runtime.recorded import shares_of
 from pipeweaver.runtime.reuse import Reuse
+from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.groups import static_bytes
-from pipeweaver.schedule.ir import Plan
-from pipeweaver.schedule.verify import verify
+from pipeweaver.schedule.verify import verify_flat
+from pipeweaver.schedule.wire import unpack
 from pipeweaver.semu.correct import rounded
 
 START_S = 120.0
@@ -75,7 +76,7 @@ class _Work:
     forward_only: bool
     factors: Mapping[str, float]
     key: bytes
-    known: tuple[Plan, ...]
+    known: tuple[FlatPlan, ...]
     pieces: list[_Piece]
 
 
@@ -150,7 +151,7 @@ class Service:
             pieces = self._works[number].pieces
             self._changed.wait_for(lambda: all(piece.best or piece.refused or not piece.planner for piece in pieces))
 
-    def take(self, number: int) -> tuple[Plan, ...]:
+    def take(self, number: int) -> tuple[FlatPlan, ...]:
         """Proven plans of all replicas. Raises ValueError, as `plan_batch` does, if there are none.
 
         The first one is handed out when all batches told of by then have plans: once workers are busy, a process that
@@ -177,7 +178,7 @@ class Service:
 
     # What was found.
 
-    def _best(self, work: _Work) -> tuple[Plan, ...]:
+    def _best(self, work: _Work) -> tuple[FlatPlan, ...]:
         """The better of what is known and what the processes found, if that can be proven; else nothing."""
         best = work.known
         complete = bool(work.pieces) and all(piece.best is not None for piece in work.pieces)
@@ -202,7 +203,7 @@ class Service:
             self._prove(work, best)
         return best
 
-    def _prove(self, work: _Work, plans: Sequence[Plan]) -> None:
+    def _prove(self, work: _Work, plans: Sequence[FlatPlan]) -> None:
         """Raises ValueError if these are not plans of the whole batch, for this placement, that keep all rules."""
         planning, batch = self._planning, work.batch
         samples = {(sample.task, sample.draw): sample for sample in batch.samples}
@@ -213,19 +214,20 @@ class Service:
                 raise ValueError(f"sample {task}/{draw} of record {record} is not in the batch")
             return found
 
-        for plan in plans:
-            if plan.placement != planning.placement or plan.step != batch.step:
-                raise ValueError(f"it is for another placement, or for step {plan.step}")
+        heads = [plan.head for plan in plans]
+        for plan, head in zip(plans, heads, strict=True):
+            if head.placement != planning.placement or head.step != batch.step:
+                raise ValueError(f"it is for another placement, or for step {head.step}")
             if plan.prediction is None:
                 raise ValueError("nothing is predicted of it")
-            if plan.forward_only != work.forward_only:
-                raise ValueError(f"it {'lacks' if plan.forward_only else 'has'} the backward")
-            if plan.static_bytes != self._static_bytes:
-                raise ValueError(f"its workers hold {plan.static_bytes} bytes throughout, not {self._static_bytes}")
-        shares = shares_of(plans, planning.graph, sample)
-        if sum(len(plan.records) for plan in plans) != len(samples):
+            if head.forward_only != work.forward_only:
+                raise ValueError(f"it {'lacks' if head.forward_only else 'has'} the backward")
+            if head.static_bytes != self._static_bytes:
+                raise ValueError(f"its workers hold {head.static_bytes} bytes throughout, not {self._static_bytes}")
+        shares = shares_of(heads, planning.graph, sample)
+        if sum(len(head.records) for head in heads) != len(samples):
             raise ValueError(f"it does not have all {len(samples)} samples of the batch")
-        verify(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
+        verify_flat(plans, planning.graph, shares, dtype=planning.dtype, budget_bytes=planning.budget_bytes)
 
     # Waiting, with the lock held.
 
@@ -332,17 +334,17 @@ class Service:
             self._pool.send(planner, encode(piece.message))
 
 
-def _unpack(piece: _Piece) -> tuple[Plan, ...]:
+def _unpack(piece: _Piece) -> tuple[FlatPlan, ...]:
     assert piece.best is not None
-    plans = msgspec.msgpack.decode(piece.best.plans, type=tuple[Plan, ...])
-    if [plan.replica for plan in plans] != list(range(piece.message.first, piece.message.stop)):
+    plans = unpack(piece.best.plans)
+    if [plan.head.replica for plan in plans] != list(range(piece.message.first, piece.message.stop)):
         raise ValueError("it is for other replicas")
     return plans
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Plans are large trees of records without cycles: looking for garbage among them takes longer than reading them."""
+    """Heads of plans are large trees of records without cycles: looking for garbage among them takes longer than reading them."""
     was_on = gc.isenabled()
     gc.disable()
     try:

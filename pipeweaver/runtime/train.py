@@ -203,7 +203,7 @@ class FirstRank:
                 self._tell(self._last_evaluation)
             return
         self._last_metrics = step_metrics(
-            order.plans,
+            order.records,
             collected.measurements,
             switching_ns=collected.switching_ns,
             loss=weighted(collected.losses, self._weights),
@@ -211,14 +211,14 @@ class FirstRank:
             gradient_norm=collected.gradient_norm,
             losses=collected.losses,
             reported=averages(collected.metrics),
-            uncorrected_step_ns=uncorrected_ns(order.plans, order.factors) if self._job.costs.correct else None,
+            uncorrected_step_ns=uncorrected_ns(order.records, order.factors) if self._job.costs.correct else None,
             corrections=order.factors,
         )
         if self._job.costs.correct:
             known, part = self._corrections, gain(self._corrections.steps)
-            known.factors = updated(known.factors, order.factors, order.plans, collected.measurements, part)
+            known.factors = updated(known.factors, order.factors, order.records, collected.measurements, part)
             known.steps += 1
-        self._tell(StepReport(metrics=self._last_metrics, plans=order.plans, measurements=collected.measurements))
+        self._tell(StepReport(metrics=self._last_metrics, plans=order.records, measurements=collected.measurements))
 
     def _tell(self, report: StepReport | Evaluation) -> None:
         for observer in self._observers:
@@ -303,13 +303,13 @@ def _run_orders(
     turned_ns = time.perf_counter_ns()
     for number in count(1):
         message = exchange.receive(number, address.replica, _late if first else None)
+        plan = message.plan if isinstance(message, RunPlan) else None  # made of the message here
         waiting_ns = time.perf_counter_ns() - turned_ns
         if first is not None:
             first.started(number)
         if isinstance(message, Finish):
             return
-        assert isinstance(message, RunPlan)
-        plan = message.plan
+        assert isinstance(message, RunPlan) and plan is not None
         switching_ns = 0
         if plan.placement != placement:  # another task set
             placement, start_ns = plan.placement, time.perf_counter_ns()

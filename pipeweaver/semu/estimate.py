@@ -19,6 +19,7 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.runtime.compare import place
+from pipeweaver.schedule.flat import records
 from pipeweaver.schedule.ir import Action, Compute, Free, Plan
 from pipeweaver.schedule.memory import allocations, held_bytes
 from pipeweaver.semu.costs import SemuCosts
@@ -107,7 +108,8 @@ def emulated_plans(
     )
     budget = job.workers.memory_bytes or device.memory_bytes * tensor_parallel
     planning = place(job, graph, prepare.job_sample(job, loaders, tasks), costs, budget)
-    return graph, costs, [plan_batch(planning, batch) for batch in prepare.step_batches(job, loaders, steps)]
+    batches = prepare.step_batches(job, loaders, steps)
+    return graph, costs, [tuple(map(records, plan_batch(planning, batch))) for batch in batches]
 
 
 def peak(plan: Plan, worker: int) -> Peak:

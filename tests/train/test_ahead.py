@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pipeweaver.runtime.ahead import Ahead, Order
 from pipeweaver.runtime.exchange import Exchange, Finish, FirstRankFailed, RunPlan
+from pipeweaver.schedule.flat import flatten
 from tests.train.plans import empty_plan
 from tests.train.processes import wait_for
 
@@ -19,7 +20,7 @@ def test_stays_one_order_ahead():
     def orders():
         for step in range(4):
             made.append(step)
-            yield Order(plans=(empty_plan(step),), step=step)
+            yield Order(plans=(flatten(empty_plan(step)),), step=step)
 
     ahead = Ahead(orders(), exchange, num_replicas=1, readers=1)
     for step in range(4):
@@ -27,7 +28,7 @@ def test_stays_one_order_ahead():
         assert isinstance(message, RunPlan) and message.plan == empty_plan(step)
         time.sleep(0.02)
         assert made == list(range(step + 1))  # the next one waits until this one starts
-        assert ahead.started(step).plans == (empty_plan(step),)
+        assert ahead.started(step).records == (empty_plan(step),)
         wait_for(lambda: len(made) == min(step + 2, 4))  # noqa: B023
     assert exchange.receive(4, 0) == Finish()
     assert ahead.started(4) is None
@@ -37,7 +38,7 @@ def test_an_error_takes_the_place_of_the_plan_in_every_replica():
     exchange = Exchange(dist.HashStore(), patience_s=5)
 
     def orders():
-        yield Order(plans=(empty_plan(0, 0, 2), empty_plan(0, 1, 2)), step=0)
+        yield Order(plans=(flatten(empty_plan(0, 0, 2)), flatten(empty_plan(0, 1, 2))), step=0)
         raise ValueError("worker 1 needs 3 GiB more")
 
     ahead = Ahead(orders(), exchange, num_replicas=2, readers=1)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from pipeweaver.runtime.ahead import Order
 from pipeweaver.runtime.collect import Collector, WorkerReport, measurement
 from pipeweaver.runtime.exchange import Exchange
+from pipeweaver.schedule.flat import flatten
 from pipeweaver.schedule.ir import Placement, Span, Transfer
 from tests.train.plans import empty_plan
 
@@ -34,7 +35,7 @@ def test_clocks_are_aligned():
         report(500, spans=(Span(0, 7),), posted_ns={0: 7}, finished_ns={0: 9}),
         report(1504, spans=(Span(1, 8),), posted_ns={0: 2}, finished_ns={0: 30}, end_ns=1504 + 120),
     ]
-    measured = measurement(plan, reports, (0, 1000))
+    measured = measurement(flatten(plan), reports, (0, 1000))
     assert measured.spans == ((Span(10, 17),), (Span(15, 22),))
     assert measured.transfers == (Span(17, 44),)  # the sender posted last, at 510 + 7 of the first clock
     assert measured.step_ns == 624 - 504
@@ -49,13 +50,13 @@ def test_a_transfer_never_ends_before_it_starts():
         actions=((), ()),
     )
     reports = [report(0, posted_ns={0: 0}, finished_ns={0: 3}), report(0, posted_ns={0: 5}, finished_ns={0: 6})]
-    assert measurement(plan, reports, (0, 0)).transfers == (Span(13, 13),)
+    assert measurement(flatten(plan), reports, (0, 0)).transfers == (Span(13, 13),)
 
 
 def test_metrics_are_summed_over_workers_and_replicas():
     exchange, taken = Exchange(dist.HashStore(), patience_s=5), []
     collector = Collector(exchange, taken.append, ahead_ns=(0, 0), num_workers=1)
-    collector.expect(4, Order(plans=(empty_plan(4, 0, 2), empty_plan(4, 1, 2)), step=4))
+    collector.expect(4, Order(plans=(flatten(empty_plan(4, 0, 2)), flatten(empty_plan(4, 1, 2))), step=4))
     exchange.send_report(4, 1, 0, report(0, metrics={"right": (3.0, 4)}))
     exchange.send_report(4, 0, 0, report(0, metrics={"right": (1.0, 2), "read": (1.0, 1)}))
     collector.close()
@@ -70,7 +71,7 @@ def test_an_error_in_the_thread_is_raised_to_the_caller():
 
     exchange = Exchange(dist.HashStore(), patience_s=5)
     collector = Collector(exchange, fail, ahead_ns=(0,), num_workers=1)
-    collector.expect(0, Order(plans=(empty_plan(0),), step=0))
+    collector.expect(0, Order(plans=(flatten(empty_plan(0)),), step=0))
     exchange.send_report(0, 0, 0, report(0))
     with pytest.raises(OSError, match="disk full"):
         collector.close()

@@ -12,6 +12,7 @@ import pytest
 
 from pipeweaver.runtime.ahead import Order, plan_batch
 from pipeweaver.runtime.recorded import Recorder, read_index, replay
+from pipeweaver.schedule.flat import records
 from tests.train.service_cases import batch, planning
 
 PLANNING = planning("1f1b")
@@ -46,14 +47,14 @@ def sample(data, record, task, draw):
 def replayed(folder, **settings):
     arguments = {"num_replicas": 1, "num_workers": 2, "dtype": "float32", "budget_bytes": None} | settings
     found = replay(folder, read_index(folder), PLANNING.graph, sample=sample, task_set_at=lambda step: 0, **arguments)
-    return [(order.data, order.step, order.plans) for order in found]
+    return [(order.data, order.step, order.records) for order in found]
 
 
 def test_what_was_recorded_comes_back(folder):
     found = replayed(folder)
     assert [at[:2] for at in found] == [("train", 0), ("train", 1), ("held-out", 2), ("train", 2)]
     assert [plans for _, _, plans in found] == [
-        plan_batch(PLANNING, batch(step), forward_only=step == 9) for step in (0, 1, 9, 2)
+        tuple(map(records, plan_batch(PLANNING, batch(step), forward_only=step == 9))) for step in (0, 1, 9, 2)
     ]
 
 

@@ -20,6 +20,8 @@ from pipeweaver.runtime.planner_process import Search, job_planning
 from pipeweaver.runtime.prepare import fingerprint
 from pipeweaver.runtime.reuse import Reuse
 from pipeweaver.runtime.service import Service
+from pipeweaver.schedule.flat import flatten, records
+from pipeweaver.schedule.wire import pack
 from tests.train import service_cases
 from tests.train.processes import alive, environment, wait_for
 from tests.train.service_cases import batch, planning
@@ -70,13 +72,17 @@ def taken(service, steps):
     return found
 
 
+def as_records(plans):
+    return tuple(map(records, plans))
+
+
 def assert_right(found, steps, **settings):
     """The plans are of these steps' samples, each sample once. They were proven by the service."""
     for step, plans in zip(steps, found, strict=True):
         wanted = {(sample.task, sample.draw) for sample in batch(step).samples}
-        names = [tuple(name.split("/")) for plan in plans for name in plan.records]
+        names = [tuple(name.split("/")) for plan in plans for name in plan.head.records]
         assert sorted((task, int(draw)) for task, draw in names) == sorted(wanted)
-        assert all(plan.step == step for plan in plans)
+        assert all(plan.head.step == step for plan in plans)
 
 
 @pytest.mark.parametrize(("processes", "replicas"), [(1, 1), (2, 3)])
@@ -84,7 +90,8 @@ def test_with_fixed_rounds_the_plans_are_those_made_in_place(start, processes, r
     service = start(replicas=replicas, processes=processes, rounds=5)
     found = taken(service, range(4))
     here = planning(replicas=replicas, rounds=5)
-    assert found == [plan_batch(here, batch(step, tokens=8 + step)) for step in range(4)]
+    made = [plan_batch(here, batch(step, tokens=8 + step)) for step in range(4)]
+    assert list(map(as_records, found)) == list(map(as_records, made))
 
 
 def test_a_search_that_has_come_to_its_end_stops_before_its_time_is_up():
@@ -110,19 +117,19 @@ def test_more_rounds_are_made_as_long_as_nobody_needs_the_plan_and_each_can_be_m
         service.want(step, batch(step, tokens=8 + step))
     wait_for(lambda: all(piece.finished for work in service._works.values() for piece in work.pieces))
     for step in (1, 2):
-        (plan,) = service.take(step)
-        assert (plan,) == plan_batch(planning(rounds=plan.rounds), batch(step, tokens=8 + step))
+        (plan,) = as_records(service.take(step))
+        assert (plan,) == as_records(plan_batch(planning(rounds=plan.rounds), batch(step, tokens=8 + step)))
 
 
 def test_equal_batches_are_not_planned_again(start):
     service = start(rounds=3)
     service.want(0, batch(0))
-    first = service.take(0)
+    first = as_records(service.take(0))
     for step in range(1, 4):
         service.want(step, batch(step))
         assert not service._works[step].pieces
-        (plan,) = service.take(step)
-        assert (plan,) == plan_batch(planning(rounds=3), batch(step))
+        (plan,) = as_records(service.take(step))
+        assert (plan,) == as_records(plan_batch(planning(rounds=3), batch(step)))
         assert plan.order == first[0].order
     service.want(4, batch(4, tokens=9))  # one token more
     assert service._works[4].pieces
@@ -253,19 +260,24 @@ def test_processes_that_cannot_be_started_are_told_and_done_without(start):
 def garbage(plans, other):
     """What a broken process may say of `plans`, by what is wrong with it: the bytes that it sends."""
 
+    def sent(content):
+        return encode(Planned(number=1, finished=True, plans=content))
+
     def planned(made):
-        return encode(Planned(number=1, finished=True, plans=msgspec.msgpack.encode(made)))
+        return sent(pack(list(map(flatten, made))))
 
     (plan,) = plans
-    forward_only = plan_batch(planning(), batch(1), forward_only=True)
+    forward_only = as_records(plan_batch(planning(), batch(1), forward_only=True))
     part = plan.parts[0][0]
     beyond = ((replace(part, items=(10**6,)), *plan.parts[0][1:]), *plan.parts[1:])
     return {
         "no message": b"\x08\0\0\0garbage!",
         "no length": b"\xff" * 100,
         "a message of the other side": encode(Taken(number=1)),
-        "nothing": encode(Planned(number=1, finished=True, plans=b"")),
-        "no plan": planned([{}]),
+        "nothing": sent(b""),
+        "no plan": sent(msgspec.msgpack.encode([{}])),
+        "a plan as records": sent(msgspec.msgpack.encode([plan])),
+        "half a plan": sent(pack([flatten(plan)])[:2000]),
         "no plans": planned([]),
         "plans of another batch": planned([replace(other[0], step=plan.step)]),
         "a sample is missing": planned([replace(plan, records=dict(list(plan.records.items())[1:]))]),
@@ -295,7 +307,7 @@ while more := end.recv(100_000):
 
 def test_garbage_beside_a_known_plan_changes_nothing(start, tmp_path):
     """A plan of an equal batch is known, and the process that should find a better one is broken."""
-    right = plan_batch(planning(), batch(1))
+    right = as_records(plan_batch(planning(), batch(1)))
     (tmp_path / "answer").write_bytes(garbage(right, right)["nothing predicted"])
     (tmp_path / "send.py").write_text(SEND_ANSWER)
     service = start(command=(sys.executable, str(tmp_path / "send.py"), str(tmp_path / "answer")))
@@ -310,18 +322,21 @@ def test_garbage_beside_a_known_plan_changes_nothing(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what", garbage(plan_batch(planning(), batch(1)), plan_batch(planning(), batch(5, tokens=9))).keys()
+    "what",
+    garbage(
+        as_records(plan_batch(planning(), batch(1))), as_records(plan_batch(planning(), batch(5, tokens=9)))
+    ).keys(),
 )
 def test_what_is_no_plan_for_the_batch_is_never_trained_on(start, tmp_path, what):
-    right = plan_batch(planning(), batch(1))
-    (tmp_path / "answer").write_bytes(garbage(right, plan_batch(planning(), batch(5, tokens=9)))[what])
+    right = as_records(plan_batch(planning(), batch(1)))
+    (tmp_path / "answer").write_bytes(garbage(right, as_records(plan_batch(planning(), batch(5, tokens=9))))[what])
     (tmp_path / "send.py").write_text(SEND_ANSWER)
     service = start(command=(sys.executable, str(tmp_path / "send.py"), str(tmp_path / "answer")))
     for failures in range(4):
         service.want(1, batch(1))
         (piece,) = service._works[1].pieces
         wait_for(lambda: piece.best or len(service.said) >= min(failures + 1, 3))  # noqa: B023
-        assert service.take(1) == right
+        assert as_records(service.take(1)) == right
         wait_for(lambda: len(service.said) >= min(failures + 1, 3))  # noqa: B023
         service._reuse = Reuse()
     assert all("sent what is no" in words for words in service.said)

@@ -43,16 +43,16 @@ def verify(
     *,
     dtype: str = "float32",
     budget_bytes: int | None = None,
-) -> None:
-    """Accept all plans of a step, replica by replica and together, or raise PlanError.
+) -> tuple[FlatPlan, ...]:
+    """Accept all plans of a step, replica by replica and together, and return them flat, or raise PlanError.
 
     `shares[r]` is what replica r was given; `budget_bytes` the memory of each worker, None for no limit.
     """
+    flats = tuple(map(flatten, plans))
+    verify_flat(flats, graph, shares, dtype=dtype, budget_bytes=budget_bytes)
     for plan in plans:
-        _check_lists(plan)
-    verify_flat([flatten(plan) for plan in plans], graph, shares, dtype=dtype, budget_bytes=budget_bytes)
-    for plan in plans:
-        _check_prediction(plan)
+        _check_spans(plan)
+    return flats
 
 
 def verify_flat(
@@ -63,7 +63,9 @@ def verify_flat(
     dtype: str = "float32",
     budget_bytes: int | None = None,
 ) -> None:
-    """The same for flat plans."""
+    """The same for flat plans, with arrays that `flatten` or `wire.unpack` made."""
+    for plan in plans:
+        _check_lists(plan)
     _check_items([plan.head for plan in plans], shares)
     for plan in plans:
         place = f"replica {plan.head.replica}: "
@@ -78,28 +80,46 @@ def verify_flat(
     check_groups(plans, graph)
     for per_worker in (False, True):
         check_progress(plans, per_worker)
+    for plan in plans:
+        _check_prediction(plan)
 
 
-def _check_lists(plan: Plan) -> None:
-    """One entry per worker, chunk or action: what a plan from a file need not have."""
-    workers, lists = plan.placement.workers, {"order": plan.order, "actions": plan.actions, "memory": plan.static_bytes}
+def _check_lists(plan: FlatPlan) -> None:
+    """One entry per worker or chunk: what a plan from a file need not have."""
+    head, workers = plan.head, plan.head.placement.workers
+    lists = {"order": len(plan.order.start) - 1, "actions": plan.num_workers, "memory": len(head.static_bytes)}
     for name, found in lists.items():
-        if len(found) != workers:
-            raise PlanError("stages", f"replica {plan.replica}: {len(found)} lists of {name} for {workers} workers")
-    if len(plan.parts) != len(plan.placement.chunks):
+        if found != workers:
+            raise PlanError("stages", f"replica {head.replica}: {found} lists of {name} for {workers} workers")
+    if len(head.parts) != len(head.placement.chunks):
         raise PlanError(
-            "stages", f"replica {plan.replica}: {len(plan.parts)} part lists for {len(plan.placement.chunks)} chunks"
+            "stages", f"replica {head.replica}: {len(head.parts)} part lists for {len(head.placement.chunks)} chunks"
         )
 
 
-def _check_prediction(plan: Plan) -> None:
-    """It has a span for everything that is measured. It is no part of the fingerprint."""
+def _check_prediction(plan: FlatPlan) -> None:
+    """It has a time for everything that is measured. It is no part of the fingerprint."""
+    predicted = plan.prediction
+    if predicted is None:
+        return
+    actions, transfers = len(plan.actions.kind), len(plan.transfers.edge)
+    wanted = [actions, actions, transfers, transfers, plan.num_workers]
+    times = (predicted.start_ns, predicted.end_ns, predicted.moved_ns, predicted.arrived_ns, predicted.peak_bytes)
+    found = [len(of) for of in times]
+    if found != wanted:
+        raise PlanError(
+            "prediction",
+            f"replica {plan.head.replica}: {found} starts and ends of actions and transfers, and peaks, not {wanted}",
+        )
+
+
+def _check_spans(plan: Plan) -> None:
+    """Predicted spans are those of the same workers' actions, which flat plans cannot have otherwise."""
     if plan.prediction is None:
         return
-    wanted = [*map(len, plan.actions), len(plan.transfers), plan.placement.workers]
-    found = [*map(len, plan.prediction.spans), len(plan.prediction.transfers), len(plan.prediction.peak_bytes)]
+    wanted, found = list(map(len, plan.actions)), list(map(len, plan.prediction.spans))
     if found != wanted:
-        raise PlanError("prediction", f"replica {plan.replica}: {found} spans, transfers and peaks, not {wanted}")
+        raise PlanError("prediction", f"replica {plan.replica}: workers have {found} spans, not {wanted}")
 
 
 def _check_items(plans: Sequence[Plan], shares: Sequence[Share]) -> None:
