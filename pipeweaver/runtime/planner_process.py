@@ -26,7 +26,7 @@ from pipeweaver.runtime.process import tie_to_parent
 
 LEAST_ROUNDS = 16
 """Rounds between the first plan and the second; every plan after it has about twice as many as the one before. After so
-many rounds a batch that has no plan yet takes precedence."""
+many rounds, those of all replicas counted, a batch that has no plan yet takes precedence."""
 CLOSE = 1.005
 """A makespan of so many times the lower bound is not searched any further: costs are not known to half a per cent."""
 LEAST_GAIN, STALE = 0.001, 2
@@ -194,12 +194,17 @@ class Search:
         return self._found()
 
     def _improved(self) -> tuple[FlatPlan, ...]:
-        """Plans of about twice as many rounds; nothing as long as they are not made."""
+        """Plans of about twice as many rounds, or of as many as there was time for; nothing as long as they are not made."""
+        begun = time.process_time()
         self._rounds_left = self._rounds_left or max(LEAST_ROUNDS, self._rounds)
+        # Whoever else is waiting waits for no more rounds of many replicas than of one.
+        rounds = min(self._rounds_left, max(1, LEAST_ROUNDS // len(self._searches)))
         for search in self._searches:
-            search.run(LEAST_ROUNDS)
-        self._rounds += LEAST_ROUNDS
-        self._rounds_left -= LEAST_ROUNDS
+            search.run(rounds)
+        self._rounds += rounds
+        self._rounds_left -= rounds
+        if self._used + self._turn + time.process_time() - begun > self._seconds:
+            self._rounds_left = 0
         return () if self._rounds_left else self._found()
 
     def _found(self) -> tuple[FlatPlan, ...]:

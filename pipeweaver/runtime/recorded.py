@@ -8,7 +8,7 @@ Replayed plans are proven again before use, since files can be changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -150,36 +150,26 @@ def replay(
 
 
 def shares_of(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, str, int], Sample]) -> list[Share]:
-    """What the replicas share out: the samples that the plans (or heads of flat ones) name, as `sample(record, task, draw)` has them.
+    """What the replicas share out: the samples that the plans, or heads of flat ones, name, as `sample(record, task, draw)`
+    has them.
 
     Raises ValueError if items or links of the plans are not those of the samples.
     """
     samples: list[Sample] = []
     for plan in plans:
-        items: dict[str, Item] = {}
-        links: dict[str, list[tuple[str, str]]] = {}
+        mine: dict[str, Sample] = {}
         for name, record in plan.records.items():
             task, _, draw = name.rpartition("/")
-            one = sample(record, task, int(draw))
-            samples.append(one)
-            items |= {item.name: item for item in one.items}
-            links[name] = [(one.items[a].name, one.items[b].name) for a, b in one.links]
-        for item in plan.items:
-            if items.get(item.name) != item:
-                raise ValueError(
-                    f"it has item {item.name} of sizes {item.sizes}, and the job's data "
-                    + (f"{items[item.name].sizes} there" if item.name in items else "no such item")
-                    + "; are data, seed or token budget others than they were?"
-                )
-        if len(plan.items) != len(items):
-            raise ValueError(f"it has {len(plan.items)} items, the job's data {len(items)} for the same samples")
-        # Their order is that of the rows that they bring.
-        found: dict[str, list[tuple[str, str]]] = {name: [] for name in links}
-        for a, b in plan.links:
-            source, destination = plan.items[a], plan.items[b]
-            found[f"{source.task}/{source.draw}"].append((source.name, destination.name))
-        if found != links:
-            raise ValueError("its items are linked otherwise than in the job's data")
+            mine[name] = sample(record, task, int(draw))
+        samples += mine.values()
+        items: list[Item] = []
+        links: list[tuple[int, int]] = []
+        for one in mine.values():
+            links += [(len(items) + a, len(items) + b) for a, b in one.links]
+            items += one.items
+        # As samples are shared out. Names are looked at where items come otherwise: making them takes longer than this.
+        if plan.items != tuple(items) or plan.links != tuple(links):
+            _check_names(plan, mine)
     normalisers = count_normalisers(graph, samples)
     return [
         Share(
@@ -194,3 +184,25 @@ def shares_of(plans: Sequence[Plan], graph: ModelGraph, sample: Callable[[int, s
         )
         for plan in plans
     ]
+
+
+def _check_names(plan: Plan, samples: Mapping[str, Sample]) -> None:
+    """Items and links of the plan are those of its samples, by name, in whatever order; raises ValueError if not."""
+    items = {item.name: item for one in samples.values() for item in one.items}
+    links = {name: [(one.items[a].name, one.items[b].name) for a, b in one.links] for name, one in samples.items()}
+    for item in plan.items:
+        if items.get(item.name) != item:
+            raise ValueError(
+                f"it has item {item.name} of sizes {item.sizes}, and the job's data "
+                + (f"{items[item.name].sizes} there" if item.name in items else "no such item")
+                + "; are data, seed or token budget others than they were?"
+            )
+    if len(plan.items) != len(items):
+        raise ValueError(f"it has {len(plan.items)} items, the job's data {len(items)} for the same samples")
+    # Their order is that of the rows that they bring.
+    found: dict[str, list[tuple[str, str]]] = {name: [] for name in links}
+    for a, b in plan.links:
+        source, destination = plan.items[a], plan.items[b]
+        found[f"{source.task}/{source.draw}"].append((source.name, destination.name))
+    if found != links:
+        raise ValueError("its items are linked otherwise than in the job's data")

@@ -130,8 +130,9 @@ class Service:
         """Plans for `batch` will be taken as `number`; smaller numbers are needed first. `factors` correct the costs."""
         # Two digits, so that equal batches under almost the same costs are equal.
         factors = rounded(factors or {})
-        key = self._reuse.key(batch, forward_only, factors)
-        known, is_final = self._reuse.find(key, batch)
+        with _without_collector():
+            key = self._reuse.key(batch, forward_only, factors)
+            known, is_final = self._reuse.find(key, batch)
         ranges = [] if is_final else _split(self._planning.num_replicas, len(self._pool.planners))
         pieces = [
             _Piece(
@@ -141,15 +142,20 @@ class Service:
             )
             for first, stop in ranges
         ]
-        with self._changed:
+        with self._changed, _without_collector():
             self._works[number] = _Work(batch, forward_only, factors, key, known, pieces)
             self._assign()
 
-    def wait(self, number: int) -> None:
-        """Until there are plans for `number`, however long that takes, or no process is at it."""
+    def wait(self, number: int, *, for_last: bool = False) -> None:
+        """Until there are plans for `number`, or the last ones, however long that takes, or no process is at it."""
+
+        def is_there(piece: _Piece) -> bool:
+            found = piece.finished if for_last else piece.best is not None
+            return found or piece.refused or piece.planner is None
+
         with self._changed:
             pieces = self._works[number].pieces
-            self._changed.wait_for(lambda: all(piece.best or piece.refused or not piece.planner for piece in pieces))
+            self._changed.wait_for(lambda: all(map(is_there, pieces)))
 
     def take(self, number: int) -> tuple[FlatPlan, ...]:
         """Proven plans of all replicas. Raises ValueError, as `plan_batch` does, if there are none.
@@ -344,7 +350,8 @@ def _unpack(piece: _Piece) -> tuple[FlatPlan, ...]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Heads of plans are large trees of records without cycles: looking for garbage among them takes longer than reading them."""
+    """Batches and heads of plans are large trees of records without cycles: looking for garbage among them takes longer
+    than reading them."""
     was_on = gc.isenabled()
     gc.disable()
     try:
