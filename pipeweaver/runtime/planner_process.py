@@ -161,12 +161,10 @@ class Search:
         self._stale = 0 if gained else self._stale + 1
         if better:
             self._best = plans
-        # The next plans take about twice as long as these did.
+        # The next plans take about twice as long as these did; the first ones say nothing of that.
+        next_s = 2 * took if self._rounds else 0.0
         is_last = (
-            not self._searches
-            or self._used + 2 * took > self._seconds
-            or self._stale >= STALE
-            or _is_proven_best(plans)
+            not self._searches or self._used + next_s > self._seconds or self._stale >= STALE or _is_proven_best(plans)
         )
         return Planned(number=self._wanted.number, finished=is_last, plans=pack(plans) if better else b"")
 

@@ -115,7 +115,9 @@ def test_more_rounds_are_made_as_long_as_nobody_needs_the_plan_and_each_can_be_m
     assert service.take(0)  # whatever is there
     for step in (1, 2):
         service.want(step, batch(step, tokens=8 + step))
-    wait_for(lambda: all(piece.finished for work in service._works.values() for piece in work.pieces))
+    for step in (1, 2):
+        service.wait(step, for_last=True)
+        assert all(piece.finished for piece in service._works[step].pieces)
     for step in (1, 2):
         (plan,) = as_records(service.take(step))
         assert (plan,) == as_records(plan_batch(planning(rounds=plan.rounds), batch(step, tokens=8 + step)))
@@ -211,6 +213,28 @@ def test_a_search_can_be_left_after_a_few_rounds():
     # The first plan, then 16 rounds, 16 more, 32 more, 64 more: 16 at a time.
     has_answer = [search.step() is not None for _ in range(9)]
     assert has_answer == [True, True, True, False, True, False, False, False, True]
+
+
+def test_a_search_for_many_replicas_ends_when_its_time_is_up(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(planner_process.time, "process_time", lambda: clock[0])
+    begin = Begin(setup=msgspec.Raw(b""), seconds=20.0)
+    large = batch(0, images=(3, 0, 2, 5) * 4)
+    search = Search(planning(replicas=4), begin, Wanted(number=0, batch=large, first=0, stop=4))
+    assert not search.step().finished
+    before = [one.rounds for one in search._searches]
+    for one in search._searches:
+
+        def run(rounds, run=one.run):
+            clock[0] += rounds
+            run(rounds)
+
+        one.run = run
+    # Four rounds of each at a time, as long as 16 of one: 16 s, and then there is not enough time for 16 of each.
+    assert search.step() is None
+    answer = search.step()
+    assert answer.finished and clock[0] == 32.0
+    assert [one.rounds - first for one, first in zip(search._searches, before, strict=True)] == [8] * 4
 
 
 def test_a_frozen_process_is_ended_and_started_again(start, monkeypatch):
