@@ -197,12 +197,13 @@ class Search:
         self._rounds_left = self._rounds_left or max(LEAST_ROUNDS, self._rounds)
         # Whoever else is waiting waits for no more rounds of many replicas than of one.
         rounds = min(self._rounds_left, max(1, LEAST_ROUNDS // len(self._searches)))
-        for search in self._searches:
-            search.run(rounds)
         self._rounds += rounds
         self._rounds_left -= rounds
-        if self._used + self._turn + time.process_time() - begun > self._seconds:
-            self._rounds_left = 0
+        for search in self._searches:
+            search.run(rounds)
+            if self._used + self._turn + time.process_time() - begun > self._seconds:
+                self._rounds_left = 0
+                break
         return () if self._rounds_left else self._found()
 
     def _found(self) -> tuple[FlatPlan, ...]:
