@@ -155,7 +155,7 @@ def _items(items: tuple[tuple[str, dict[str, int]], ...], draw: int) -> tuple[It
 
 @cache
 def _graph(name: str) -> ModelGraph:
-    return setup(name)
+    return setup(name, sublayers=True)
 
 
 @cache

@@ -28,12 +28,14 @@ from pipeweaver.model import layers
 from pipeweaver.model.attention import positions, rotary
 from pipeweaver.model.graph import LayerSpec, LossSpec, Module, Reading, TensorSpec
 from pipeweaver.model.layers import (
+    WHOLE,
     Activation,
     Attention,
     GatedMlp,
     Linear,
     Mlp,
     NumLayers,
+    Sublayer,
     residual_deviation,
     run_attention,
 )
@@ -49,7 +51,8 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cross-attention) too, `ffn` is 4 * hidden. Rotary positions count rows ("line"), or frames, rows and
     columns ("grid": items have the sizes "height", "width" and, where there are several, "frames").
     `time_rank` is the width between time and norms. With `zero_init` a new model predicts 0 and blocks
-    begin as identities, as in DiT.
+    begin as identities, as in DiT. With `sublayers` a block is two layers, its attentions and the MLP: chunks may begin
+    between them.
     """
 
     layers: NumLayers
@@ -67,6 +70,7 @@ class DiffusionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     norm_eps: Annotated[float, Meta(gt=0)] = 1e-6
     time_rank: Annotated[int, Meta(ge=2, multiple_of=2)] = 256
     zero_init: bool = True
+    sublayers: bool = False
     trainable: bool = True
 
     def __post_init__(self) -> None:
@@ -103,25 +107,28 @@ def diffusion(name: str, config: DiffusionConfig, readings: Sequence[Reading] = 
         carries=(x,),
         trainable=config.trainable,
     )
-    block = LayerSpec(
-        kind=layers.kind(
-            "diffusion.block",
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads or config.heads,
-            ffn=config.width,
-            gated=config.gated,
-            activation=config.activation,
-            bias=config.bias,
-            time_rank=config.time_rank,
-            condition=condition.spec.width if condition else 0,
-            cross_kv_heads=(config.cross_kv_heads or config.heads) if condition else 0,
-        ),
-        build=lambda: DiffusionBlock(config, condition),
-        reads=(condition.name,) if condition else (),
-        carries=(x,),
-        trainable=config.trainable,
-    )
+
+    def block(halves: tuple[Sublayer, ...]) -> LayerSpec:
+        reads = (condition.name,) if condition and "attention" in halves else ()
+        return LayerSpec(
+            kind=layers.block_kind(
+                "diffusion",
+                halves,
+                both=dict(hidden=config.hidden, bias=config.bias, time_rank=config.time_rank),
+                attention=dict(
+                    heads=config.heads,
+                    kv_heads=config.kv_heads or config.heads,
+                    condition=condition.spec.width if condition else 0,
+                    cross_kv_heads=(config.cross_kv_heads or config.heads) if condition else 0,
+                ),
+                mlp=dict(ffn=config.width, gated=config.gated, activation=config.activation),
+            ),
+            build=lambda: DiffusionBlock(config, condition, halves),
+            reads=reads,
+            carries=(x,),
+            trainable=config.trainable,
+        )
+
     after = LayerSpec(
         kind=layers.kind("diffusion.after", hidden=config.hidden, channels=config.channels, time_rank=config.time_rank),
         build=lambda: Velocity(config),
@@ -130,7 +137,7 @@ def diffusion(name: str, config: DiffusionConfig, readings: Sequence[Reading] = 
     )
     return Module(
         name=name,
-        layers=(block,) * config.layers,
+        layers=layers.block_layers(config.layers, config.sublayers, block),
         before=before,
         after=after,
         loss=LossSpec(units="elements"),
@@ -151,28 +158,32 @@ class LatentEmbedding(nn.Module):
 
 
 class DiffusionBlock(nn.Module):
-    """x + gate * attention(norm(x)), x + cross-attention(norm(x), condition), x + gate * mlp(norm(x)).
+    """x + gate * attention(norm(x)), x + cross-attention(norm(x), condition), x + gate * mlp(norm(x)); or only the first
+    two, or the last.
 
     Norms of attention and MLP are shifted and scaled, and their gates set, by the item's time.
     """
 
-    def __init__(self, config: DiffusionConfig, condition: Reading | None) -> None:
+    def __init__(
+        self, config: DiffusionConfig, condition: Reading | None, halves: tuple[Sublayer, ...] = WHOLE
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.halves = config, halves
         self.condition = condition
         deviation = residual_deviation(config.hidden, config.layers)
-        self.modulation = Modulation(config, 6)
-        self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, elementwise_affine=False)
-        self.attention = Attention(
-            config.hidden,
-            heads=config.heads,
-            key_heads=config.kv_heads or config.heads,
-            head_dim=config.head_dim,
-            bias=config.bias,
-            out_bias=config.bias,
-            out_deviation=deviation,
-        )
-        if condition is not None:
+        self.modulation = Modulation(config, 3 * len(halves))
+        if "attention" in halves:
+            self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, elementwise_affine=False)
+            self.attention = Attention(
+                config.hidden,
+                heads=config.heads,
+                key_heads=config.kv_heads or config.heads,
+                head_dim=config.head_dim,
+                bias=config.bias,
+                out_bias=config.bias,
+                out_deviation=deviation,
+            )
+        if "attention" in halves and condition is not None:
             self.cross_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
             self.cross_attention = Attention(
                 config.hidden,
@@ -184,30 +195,35 @@ class DiffusionBlock(nn.Module):
                 condition_width=condition.spec.width,
                 out_deviation=0.0 if config.zero_init else deviation,
             )
-        self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, elementwise_affine=False)
-        self.mlp = (GatedMlp if config.gated else Mlp)(
-            config.hidden,
-            config.width,
-            config.activation,
-            bias=config.bias,
-            out_deviation=residual_deviation(config.width, config.layers),
-        )
+        if "mlp" in halves:
+            self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps, elementwise_affine=False)
+            self.mlp = (GatedMlp if config.gated else Mlp)(
+                config.hidden,
+                config.width,
+                config.activation,
+                bias=config.bias,
+                out_deviation=residual_deviation(config.width, config.layers),
+            )
 
     def forward(self, state: dict[str, Tensor], part: PartView) -> dict[str, Tensor]:
-        x = state["x"]
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(part)
-        normed = self.attention_norm(x) * (1 + scale) + shift
-        x = x + gate * run_attention(part, self.attention, normed, part.sizes(), angles=self._angles(part))
-        if self.condition is not None:
-            x = x + run_attention(
-                part,
-                self.cross_attention,
-                self.cross_norm(x),
-                part.sizes(),
-                condition=state[self.condition.name],
-                condition_lengths=part.linked_sizes(self.condition.source, self.condition.spec.rows),
-            )
-        return {"x": x + mlp_gate * self.mlp(self.mlp_norm(x) * (1 + mlp_scale) + mlp_shift)}
+        x, modulation = state["x"], self.modulation(part)
+        if "attention" in self.halves:
+            shift, scale, gate = modulation[:3]
+            normed = self.attention_norm(x) * (1 + scale) + shift
+            x = x + gate * run_attention(part, self.attention, normed, part.sizes(), angles=self._angles(part))
+            if self.condition is not None:
+                x = x + run_attention(
+                    part,
+                    self.cross_attention,
+                    self.cross_norm(x),
+                    part.sizes(),
+                    condition=state[self.condition.name],
+                    condition_lengths=part.linked_sizes(self.condition.source, self.condition.spec.rows),
+                )
+        if "mlp" in self.halves:
+            shift, scale, gate = modulation[-3:]
+            x = x + gate * self.mlp(self.mlp_norm(x) * (1 + scale) + shift)
+        return {"x": x}
 
     def _angles(self, part: PartView) -> tuple[Tensor, Tensor]:
         config = self.config

@@ -26,12 +26,14 @@ from pipeweaver.model import layers
 from pipeweaver.model.attention import positions, rotary
 from pipeweaver.model.graph import LayerSpec, LossSpec, Module, Reading, TensorSpec
 from pipeweaver.model.layers import (
+    WHOLE,
     Activation,
     Attention,
     GatedMlp,
     Linear,
     Mlp,
     NumLayers,
+    Sublayer,
     residual_deviation,
     run_attention,
 )
@@ -46,7 +48,8 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `kv_heads` are by default `heads`, `head_dim` hidden / heads, `ffn` 4 * hidden. `placeholders` maps the
     name of each flow that brings features to the token whose rows they replace. With `head` there is a token
     loss; with `sends_hidden` the normed output goes to whoever reads "hidden". `tied` shares embedding and
-    head. `answers` reports the share of answers whose every token is predicted.
+    head. `answers` reports the share of answers whose every token is predicted. With `sublayers` a block is two layers,
+    attention and MLP: chunks may begin between them.
     """
 
     layers: NumLayers
@@ -66,6 +69,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sends_hidden: bool = False
     answers: bool = False
     placeholders: dict[str, Annotated[int, Meta(ge=0)]] = {}
+    sublayers: bool = False
     trainable: bool = True
 
     def __post_init__(self) -> None:
@@ -122,22 +126,26 @@ def language(name: str, config: LanguageConfig, readings: Sequence[Reading] = ()
         carries=(x,),
         trainable=config.trainable,
     )
-    block = LayerSpec(
-        kind=layers.kind(
-            "language.block",
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.key_heads,
-            head_dim=config.dimensions,
-            ffn=config.width,
-            gated=config.gated,
-            activation=config.activation,
-            bias=config.qkv_bias,
-        ),
-        build=lambda: LanguageBlock(config),
-        carries=(x,),
-        trainable=config.trainable,
-    )
+
+    def block(halves: tuple[Sublayer, ...]) -> LayerSpec:
+        return LayerSpec(
+            kind=layers.block_kind(
+                "language",
+                halves,
+                both=dict(hidden=config.hidden),
+                attention=dict(
+                    heads=config.heads,
+                    kv_heads=config.key_heads,
+                    head_dim=config.dimensions,
+                    bias=config.qkv_bias,
+                ),
+                mlp=dict(ffn=config.width, gated=config.gated, activation=config.activation),
+            ),
+            build=lambda: LanguageBlock(config, halves),
+            carries=(x,),
+            trainable=config.trainable,
+        )
+
     after = LayerSpec(
         kind=layers.kind(
             "language.after",
@@ -153,7 +161,7 @@ def language(name: str, config: LanguageConfig, readings: Sequence[Reading] = ()
     )
     return Module(
         name=name,
-        layers=(block,) * config.layers,
+        layers=layers.block_layers(config.layers, config.sublayers, block),
         before=before,
         after=after,
         tied={"after.head.weight": "before.embedding.weight"} if config.tied else {},
@@ -186,38 +194,43 @@ class TokenEmbedding(nn.Module):
 
 
 class LanguageBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); attention is causal, within each sequence."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or one of these; attention is causal, within each sequence."""
 
-    def __init__(self, config: LanguageConfig) -> None:
+    def __init__(self, config: LanguageConfig, halves: tuple[Sublayer, ...] = WHOLE) -> None:
         super().__init__()
-        self.config = config
-        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(
-            config.hidden,
-            heads=config.heads,
-            key_heads=config.key_heads,
-            head_dim=config.dimensions,
-            bias=config.qkv_bias,
-            out_deviation=residual_deviation(config.heads * config.dimensions, config.layers),
-        )
-        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = (GatedMlp if config.gated else Mlp)(
-            config.hidden,
-            config.width,
-            config.activation,
-            bias=False,
-            out_deviation=residual_deviation(config.width, config.layers),
-        )
+        self.config, self.halves = config, halves
+        if "attention" in halves:
+            self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+            self.attention = Attention(
+                config.hidden,
+                heads=config.heads,
+                key_heads=config.key_heads,
+                head_dim=config.dimensions,
+                bias=config.qkv_bias,
+                out_deviation=residual_deviation(config.heads * config.dimensions, config.layers),
+            )
+        if "mlp" in halves:
+            self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+            self.mlp = (GatedMlp if config.gated else Mlp)(
+                config.hidden,
+                config.width,
+                config.activation,
+                bias=False,
+                out_deviation=residual_deviation(config.width, config.layers),
+            )
 
     def forward(self, state: dict[str, Tensor], part: PartView) -> dict[str, Tensor]:
         x, config = state["x"], self.config
-        lengths = part.sizes()
-        angles = part.once(
-            ("rotary", "line", config.dimensions, config.rope_base),
-            lambda: rotary((positions(lengths, part.device),), config.dimensions, config.rope_base, part.dtype),
-        )
-        x = x + run_attention(part, self.attention, self.attention_norm(x), lengths, angles=angles, causal=True)
-        return {"x": x + self.mlp(self.mlp_norm(x))}
+        if "attention" in self.halves:
+            lengths = part.sizes()
+            angles = part.once(
+                ("rotary", "line", config.dimensions, config.rope_base),
+                lambda: rotary((positions(lengths, part.device),), config.dimensions, config.rope_base, part.dtype),
+            )
+            x = x + run_attention(part, self.attention, self.attention_norm(x), lengths, angles=angles, causal=True)
+        if "mlp" in self.halves:
+            x = x + self.mlp(self.mlp_norm(x))
+        return {"x": x}
 
 
 class Head(nn.Module):

@@ -7,7 +7,7 @@ what adds to the residual stream is smaller by sqrt(2 * blocks), so that depth d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeweaver.model.attention import attend, rotate
+from pipeweaver.model.graph import LayerSpec
 from pipeweaver.model.part import PartView
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 
 NumLayers = Annotated[int, Meta(ge=1, le=10_000)]
 """Blocks of a module. Far more than any model has: more is a slip, and would take all memory before it is noticed."""
+
+Sublayer = Literal["attention", "mlp"]
+WHOLE: tuple[Sublayer, ...] = ("attention", "mlp")
+"""The halves of a block, each of which adds to the residual stream."""
 
 
 class Linear(nn.Linear):
@@ -141,6 +146,30 @@ def run_attention(part: PartView, attention: Callable[..., Tensor], *inputs: Any
             **options,
         )
     return attention(*inputs, **options)
+
+
+def block_layers(
+    blocks: int, sublayers: bool, layer: Callable[[tuple[Sublayer, ...]], LayerSpec]
+) -> tuple[LayerSpec, ...]:
+    """The layers of so many blocks: whole ones, or attention and MLP by turns. `layer` makes one of some halves."""
+    if sublayers:
+        return (layer(("attention",)), layer(("mlp",))) * blocks
+    return (layer(WHOLE),) * blocks
+
+
+def block_kind(
+    role: str,
+    halves: tuple[Sublayer, ...],
+    *,
+    both: Mapping[str, object],
+    attention: Mapping[str, object],
+    mlp: Mapping[str, object],
+) -> str:
+    """Name of the structure of a block, or of its half: of what it has, and nothing else."""
+    structure = dict(both)
+    structure |= attention if "attention" in halves else {}
+    structure |= mlp if "mlp" in halves else {}
+    return kind(f"{role}.{'block' if halves == WHOLE else halves[0]}", **structure)
 
 
 def residual_deviation(inputs: int, blocks: int) -> float:

@@ -47,11 +47,14 @@ SETUPS: dict[str, tuple[ModuleConfig, ModuleConfig]] = {
 """Source and destination of each setup."""
 
 
-def setup(name: str) -> ModelGraph:
-    """The model graph of a setup: vision -> language, or language -> diffusion. Raises ValueError for other names."""
+def setup(name: str, *, sublayers: bool = False) -> ModelGraph:
+    """The model graph of a setup: vision -> language, or language -> diffusion. Raises ValueError for other names.
+
+    With `sublayers`, chunks may begin between attention and MLP of a block.
+    """
     if name not in SETUPS:
         raise ValueError(f"there is no setup {name}; there are {', '.join(SETUPS)}")
-    source, destination = SETUPS[name]
+    source, destination = (msgspec.structs.replace(config, sublayers=sublayers) for config in SETUPS[name])
     if isinstance(source, VitConfig) and isinstance(destination, LanguageConfig):
         return _vision_language(source, destination)
     assert isinstance(source, LanguageConfig) and isinstance(destination, DiffusionConfig)

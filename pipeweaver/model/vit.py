@@ -25,7 +25,17 @@ from torch import Tensor, nn
 from pipeweaver.model import layers
 from pipeweaver.model.attention import rotary
 from pipeweaver.model.graph import LayerSpec, Module, TensorSpec
-from pipeweaver.model.layers import Activation, Attention, Linear, Mlp, NumLayers, residual_deviation, run_attention
+from pipeweaver.model.layers import (
+    WHOLE,
+    Activation,
+    Attention,
+    Linear,
+    Mlp,
+    NumLayers,
+    Sublayer,
+    residual_deviation,
+    run_attention,
+)
 from pipeweaver.model.part import PartView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -39,7 +49,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `output` is the width of the features, the hidden size of who reads them. The projector is "mlp" (two
     matrices, `projector_hidden` between them, by default `output`), "linear" or "none" (features are the
     merged patches, and `output` follows). `trainable` may be true, false, or "projector": what comes after
-    the last block only.
+    the last block only. With `sublayers` a block is two layers, attention and MLP: chunks may begin between them.
     """
 
     layers: NumLayers
@@ -59,6 +69,7 @@ class VitConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     patch_bias: bool = True
     bias: bool = True
     norm_eps: Annotated[float, Meta(gt=0)] = 1e-6
+    sublayers: bool = False
     trainable: bool | Literal["projector"] = True
 
     def __post_init__(self) -> None:
@@ -99,20 +110,21 @@ def vit(name: str, config: VitConfig) -> Module:
     """The module: `before` loads "pixels", `after` sends "features"."""
     x = TensorSpec(name="x", width=config.hidden)
     features = TensorSpec(name="features", rows="features", width=config.output or config.merged)
-    structure = dict(hidden=config.hidden, bias=config.bias)
-    block = LayerSpec(
-        kind=layers.kind(
-            "vit.block",
-            **structure,
-            heads=config.heads,
-            ffn=config.ffn or 4 * config.hidden,
-            activation=config.activation,
-            rotary=config.rotary,
-        ),
-        build=lambda: VitBlock(config),
-        carries=(x,),
-        trainable=config.trainable is True,
-    )
+
+    def block(halves: tuple[Sublayer, ...]) -> LayerSpec:
+        return LayerSpec(
+            kind=layers.block_kind(
+                "vit",
+                halves,
+                both=dict(hidden=config.hidden, bias=config.bias),
+                attention=dict(heads=config.heads, rotary=config.rotary),
+                mlp=dict(ffn=config.ffn or 4 * config.hidden, activation=config.activation),
+            ),
+            build=lambda: VitBlock(config, halves),
+            carries=(x,),
+            trainable=config.trainable is True,
+        )
+
     learned = config.grid if config.learned else 0
     before = LayerSpec(
         kind=layers.kind(
@@ -140,7 +152,9 @@ def vit(name: str, config: VitConfig) -> Module:
         sends=(features,),
         trainable=config.trainable is not False,
     )
-    return Module(name=name, layers=(block,) * config.layers, before=before, after=after)
+    return Module(
+        name=name, layers=layers.block_layers(config.layers, config.sublayers, block), before=before, after=after
+    )
 
 
 class PatchEmbedding(nn.Module):
@@ -173,43 +187,52 @@ class PatchEmbedding(nn.Module):
 
 
 class VitBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); attention within each image, in both directions."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or one of these; attention within each image, in both directions."""
 
-    def __init__(self, config: VitConfig) -> None:
+    def __init__(self, config: VitConfig, halves: tuple[Sublayer, ...] = WHOLE) -> None:
         super().__init__()
         ffn = config.ffn or 4 * config.hidden
-        self.config = config
-        self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(
-            config.hidden,
-            heads=config.heads,
-            key_heads=config.heads,
-            head_dim=config.head_dim,
-            bias=config.bias,
-            out_bias=config.bias,
-            out_deviation=residual_deviation(config.hidden, config.layers),
-        )
-        self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = Mlp(
-            config.hidden,
-            ffn,
-            config.activation,
-            bias=config.bias,
-            out_deviation=residual_deviation(ffn, config.layers),
-        )
+        self.config, self.halves = config, halves
+        if "attention" in halves:
+            self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+            self.attention = Attention(
+                config.hidden,
+                heads=config.heads,
+                key_heads=config.heads,
+                head_dim=config.head_dim,
+                bias=config.bias,
+                out_bias=config.bias,
+                out_deviation=residual_deviation(config.hidden, config.layers),
+            )
+        if "mlp" in halves:
+            self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+            self.mlp = Mlp(
+                config.hidden,
+                ffn,
+                config.activation,
+                bias=config.bias,
+                out_deviation=residual_deviation(ffn, config.layers),
+            )
 
     def forward(self, state: dict[str, Tensor], part: PartView) -> dict[str, Tensor]:
-        x, config = state["x"], self.config
-        angles = None
-        if config.rotary:
-            angles = part.once(
-                ("rotary", "grid", config.head_dim, config.rope_base),
-                lambda: rotary(
-                    grid_positions(image_shapes(part), part.device), config.head_dim, config.rope_base, part.dtype
-                ),
-            )
-        x = x + run_attention(part, self.attention, self.attention_norm(x), part.sizes(), angles=angles)
-        return {"x": x + self.mlp(self.mlp_norm(x))}
+        x = state["x"]
+        if "attention" in self.halves:
+            normed, angles = self.attention_norm(x), self._angles(part)
+            x = x + run_attention(part, self.attention, normed, part.sizes(), angles=angles)
+        if "mlp" in self.halves:
+            x = x + self.mlp(self.mlp_norm(x))
+        return {"x": x}
+
+    def _angles(self, part: PartView) -> tuple[Tensor, Tensor] | None:
+        config = self.config
+        if not config.rotary:
+            return None
+        return part.once(
+            ("rotary", "grid", config.head_dim, config.rope_base),
+            lambda: rotary(
+                grid_positions(image_shapes(part), part.device), config.head_dim, config.rope_base, part.dtype
+            ),
+        )
 
 
 class Projector(nn.Module):

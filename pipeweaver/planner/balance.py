@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeweaver.model.graph import ModelGraph, topological
+from pipeweaver.planner.boundaries import Floats, Ranges, period_of, refined
 from pipeweaver.schedule.ir import Chunk, Placement
 
-Floats = NDArray[np.float64]
+MOST_REFINED = 4
+"""Ways to begin modules, the best in whole blocks, whose boundaries are moved."""
 MOST_MOVED = 8
 """Layers of a second module that one move exchanges for one or two of a first."""
 
@@ -42,25 +43,31 @@ def balanced(
     modules = {name: np.array([sample[name] for sample in samples], np.float64) for name in topological(graph)}
     short = {name: costs for name, costs in modules.items() if costs.shape[1] < workers}
     spread = {name: costs for name, costs in modules.items() if name not in short}
+    periods = {name: period_of(costs) for name, costs in spread.items()}
     least = {
-        name: max(1, min(chunks_per_worker.get(name, 1), costs.shape[1] // workers)) for name, costs in spread.items()
+        name: max(1, min(chunks_per_worker.get(name, 1), costs.shape[1] // periods[name] // workers))
+        for name, costs in spread.items()
     }
-    best: tuple[float, dict[str, int], dict[str, list[int]]] | None = None
+    blocks = {name: costs.reshape(len(costs), -1, periods[name]).sum(axis=2) for name, costs in spread.items()}
     first_name = next(iter(spread), None)
+    shared: list[tuple[float, dict[str, int], dict[str, list[int]]]] = []
     # Only where modules begin relative to each other matters.
     for places in product(*(range(workers) if name != first_name else (0,) for name in spread)):
         begins = dict(zip(spread, places, strict=True))
-        score, counts = _share_out(workers, spread, begins, least, fill)
-        if best is None or score < best[0] * (1 - 1e-9):
-            best = (score, begins, counts)
-    chunks: dict[str, list[tuple[int, int, int]]] = {}
+        score, counts = _share_out(workers, blocks, begins, least, fill)
+        shared.append((score, begins, counts))
+    best: tuple[float, dict[str, Ranges]] = (np.inf, {})
+    for _, begins, counts in sorted(shared, key=lambda one: one[0])[:MOST_REFINED]:
+        whole = {name: _laid_out(workers, counts[name], begins[name], least[name], periods[name]) for name in spread}
+        waits = _waits(workers, spread, begins, fill)
+        score, chunks = refined(whole, spread, waits)
+        if score < best[0] * (1 - 1e-9):
+            best = (score, chunks)
+    _, chunks = best
     loads = np.zeros(workers)
-    if best is not None:
-        _, begins, counts = best
-        for name, costs in spread.items():
-            chunks[name] = _laid_out(workers, counts[name], begins[name], least[name])
-            for start, stop, worker in chunks[name]:
-                loads[worker] += costs[:, start:stop].sum()
+    for name, ranges in chunks.items():
+        for start, stop, worker in ranges:
+            loads[worker] += spread[name][:, start:stop].sum()
     for name, costs in short.items():
         chosen = sorted(np.argsort(loads, kind="stable")[: costs.shape[1]].tolist())
         chunks[name] = [(i, i + 1, worker) for i, worker in enumerate(chosen)]
@@ -77,15 +84,15 @@ def balanced(
     )
 
 
-def _laid_out(workers: int, counts: Sequence[int], begin: int, rounds: int) -> list[tuple[int, int, int]]:
-    """(start, stop, worker) of the chunks: `rounds` turns over the workers from `begin` on, each worker's layers in
-    chunks as even as possible, larger ones first."""
-    chunks = []
+def _laid_out(workers: int, counts: Sequence[int], begin: int, rounds: int, period: int) -> Ranges:
+    """The chunks: `rounds` turns over the workers from `begin` on, each worker's blocks of `period` layers in chunks as even
+    as possible, larger ones first."""
+    chunks: Ranges = []
     at = 0
     for turn in range(rounds):
         for step in range(workers):
             worker = (begin + step) % workers
-            size = counts[worker] // rounds + (turn < counts[worker] % rounds)
+            size = period * (counts[worker] // rounds + (turn < counts[worker] % rounds))
             chunks.append((at, at + size, worker))
             at += size
     return chunks
@@ -118,10 +125,7 @@ def _share_out(
             counts[name][worker] += 1
             loads[:, worker] += layer[name]
 
-    if modules and fill > 0:
-        heaviest = max(modules, key=lambda name: float(modules[name].sum()))
-        hops = (np.arange(workers) - begins[heaviest]) % workers
-        loads += fill * loads.mean(axis=1, keepdims=True) * hops / max(1, workers - 1)
+    loads += _waits(workers, modules, begins, fill)
 
     def score(candidate: Floats) -> tuple[float, float]:
         return float(candidate.max(axis=1).mean()), float((candidate**2).sum())
@@ -148,6 +152,17 @@ def _share_out(
                         counts[other][b] -= back
                     break
     return best[0], counts
+
+
+def _waits(workers: int, modules: Mapping[str, Floats], begins: Mapping[str, int], fill: float) -> Floats:
+    """[samples, workers] ns until the first part is there."""
+    num_samples = max((len(costs) for costs in modules.values()), default=0)
+    work = sum((costs.sum(axis=1) for costs in modules.values()), np.zeros(num_samples)) / workers
+    if not modules or fill == 0:
+        return np.zeros((num_samples, workers))
+    heaviest = max(modules, key=lambda name: float(modules[name].sum()))
+    hops = (np.arange(workers) - begins[heaviest]) % workers
+    return np.asarray(fill * work[:, None] * hops / max(1, workers - 1))
 
 
 def _moves(

@@ -50,6 +50,23 @@ class Choice(NamedTuple):
         return self._replace(level=1.0, split=False)
 
 
+class ChoiceStep(NamedTuple):
+    """What changes from one choice to another beside it, at which level."""
+
+    field: str
+    before: object
+    after: object
+    level: float
+
+
+def step_between(one: Choice, other: Choice) -> ChoiceStep:
+    """Of two choices that differ in one field."""
+    ((field, before, after),) = (
+        (field, a, b) for field, a, b in zip(Choice._fields, one, other, strict=True) if a != b
+    )
+    return ChoiceStep(field, before, after, one.level)
+
+
 class Ladders(NamedTuple):
     """The values that a step may take."""
 

@@ -78,7 +78,8 @@ class Cuts:
             share = self.share
             if choice.even:
                 share = evened(share, self.item_costs, backbone(self.graph, share))
-            share = merged(share, choice.merge) if choice.merge > 1 else share
+            if choice.merge > 1:
+                share = merged(share, choice.merge, halve_first=self.placement.workers > 1)
             items = dict(self.options.items_per_part)
             if self.module is not None:
                 items[self.module] = ceil(fullest(self.share, self.module) / choice.parts)

@@ -306,6 +306,7 @@ def _usual(limited, num_groups):  # type: ignore[no-untyped-def]
         result[:, FULL] = np.array([0.9, 2.0, 0.9, 2.0, 0.9, 0.7, 0.9, 0.9, 0.9])
         result[6:, OPEN] = np.array([4.0, 6.0, 8.0])
     else:
-        result[:, BLEND] = np.array([1.0, 0.3, 0.0, 0.1, 3.0, 1.0, 0.3, 1.0])
-        result[5, TIE_BREAK], result[6, TIE_BREAK], result[7, PATIENCE] = 1, 2, 0.5
+        # With room for everything, forwards and backwards by turns lose least, whatever the blend.
+        result[:, BLEND] = np.array([0.75, 0.3, 1.25, 0.5, 0.1, 0.0, 0.3, 1.0])
+        result[:6, TIE_BREAK], result[7, PATIENCE] = 1, 0.5
     return result

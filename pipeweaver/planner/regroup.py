@@ -10,6 +10,7 @@ cost 9, 1, 5, 5 in two microbatches that hold two each:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -19,14 +20,16 @@ ROOM = 1.1
 """Microbatches as drawn are full: without some more room nothing could change places."""
 
 
-def merged(share: Share, count: int) -> Share:
-    """`count` neighbouring microbatches in one; the last one may be smaller."""
+def merged(share: Share, count: int, *, halve_first: bool = False) -> Share:
+    """`count` neighbouring microbatches in one; the last one may be smaller, and the first may come in two halves, so that
+    in a pipeline backwards begin sooner."""
     groups = share.microbatches
+    halves = {count // 2} if halve_first and count // 2 < len(groups) else set()
+    starts = sorted({*halves, *range(0, len(groups), count), len(groups)})
     return msgspec.structs.replace(
         share,
         microbatches=tuple(
-            tuple(item for group in groups[first : first + count] for item in group)
-            for first in range(0, len(groups), count)
+            tuple(item for group in groups[first:stop] for item in group) for first, stop in pairwise(starts)
         ),
     )
 

@@ -21,7 +21,7 @@ import numpy as np
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.planner.choices import Choice
+from pipeweaver.planner.choices import Choice, ChoiceStep, step_between
 from pipeweaver.planner.cuts import Cuts
 from pipeweaver.planner.leaning import leaned
 from pipeweaver.planner.listing import NEVER, LimitError
@@ -50,6 +50,8 @@ REACH = 0.02
 make better."""
 HOPELESS, HOPEFUL = 0.03, 0.01
 """What a try may take longer than the best plan, for its units to keep more, and for its order to be searched again."""
+MOST_CLOSE, EQUAL = 4, 0.005
+"""So many of the best tries have their orders searched in the end, as long as they take no longer than that."""
 ATTEMPTS = 3
 """How often limits are lowered, by what a compiled plan exceeds its budget by, before the try is given up."""
 CHEAP = 0.01
@@ -108,6 +110,12 @@ class StepPlanner:
             dtype=dtype,
         )
         self._agenda: Iterator[None] | None = self._tries()
+        self._bad: set[ChoiceStep] = set()
+        """Steps from one choice to another that made it much worse: elsewhere they are not tried."""
+        self._close: list[Try] = []
+        """The best tries, whose orders are searched when all choices are known, and the one that is searched now."""
+        self._turn: Try | None = None
+        self._left = 0
 
     @property
     def limited(self) -> bool:
@@ -122,13 +130,20 @@ class StepPlanner:
                     self.rounds += 1
                     continue
                 self._agenda = None
+            if self.best is None:  # nothing fits
+                self.rounds = last
+                return
             # Plans are looked at after whole blocks, however many rounds are asked for at a time.
-            block = min(last - self.rounds, BLOCK - self.rounds % BLOCK)
+            if self._turn is None:
+                self._turn, self._left = self._least_searched(self.best), BLOCK
+            block = min(last - self.rounds, self._left)
             self.rounds += block
-            if self.best is not None:
-                self._search(self.best, block)
-                if self.rounds % BLOCK == 0:
-                    self._consider(self.best)
+            self._left -= block
+            self._search(self._turn, block)
+            if not self._left:
+                if self._consider(self._turn) is not None:
+                    self._close.remove(self._turn)
+                self._turn = None
 
     def plan(self, policy: str = "dynamic") -> FlatPlan:
         """The best plan so far, within the budget. Raises ValueError, naming worker and bytes, if there is none."""
@@ -231,11 +246,15 @@ class StepPlanner:
                     if self.best is None and level < lean.level:  # nothing fits so far
                         lean = lean._replace(level=level)
                         yield lean
-        while (neighbour := self._next_neighbour()) is not None:
+        while (found := self._next_neighbour()) is not None:
+            here, neighbour = found
             yield neighbour
+            before, after = self.tried[here], self.tried[neighbour]
+            if before is not None and after is not None and after > before * (1 + HOPELESS):
+                self._bad.add(step_between(here, neighbour))
 
-    def _next_neighbour(self) -> Choice | None:
-        """A choice beside the best one that has such choices left, of those that are not hopeless; None in the end."""
+    def _next_neighbour(self) -> tuple[Choice, Choice] | None:
+        """The best choice that has promising ones beside it, and one of those; None in the end."""
         found = [(taken, number) for number, taken in enumerate(self.tried.values()) if taken is not None]
         choices = list(self.tried)
         for taken, number in sorted(found):
@@ -243,9 +262,16 @@ class StepPlanner:
                 break
             here = choices[number]
             for neighbour in self._cuts.ladders.neighbours(here, finer_first=not self._is_near_busiest):
-                if neighbour not in self.tried and not (neighbour.level < here.level and self._is_near_busiest):
-                    return neighbour
+                if neighbour in self.tried or (neighbour.level < here.level and self._is_near_busiest):
+                    continue
+                if step_between(here, neighbour) not in self._bad:
+                    return here, neighbour
         return None
+
+    def _least_searched(self, best: Try) -> Try:
+        """Of the tries that are as good as the best, the one whose order was searched least."""
+        close = [one for one in self._close if one.searched_ns <= (1 + EQUAL) * best.searched_ns]
+        return min(close, key=lambda one: one.search.rounds, default=best)
 
     def _likely_level(self, choice: Choice) -> float:
         """The level at which as many microbatches fit as there are workers, as in one forward, one backward; `LIKELY`
@@ -305,6 +331,7 @@ class StepPlanner:
             yield
             if excess is None:
                 self._lowered = lowered
+                self._close = sorted([*self._close, one], key=lambda one: one.searched_ns)[:MOST_CLOSE]
                 return
             # Orders change on all workers where limits change on one.
             lowered = lowered + excess + excess.max()

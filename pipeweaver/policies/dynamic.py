@@ -32,13 +32,13 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 """Values of K that are tried, and the most that a module's layers allow where that is less than the last."""
 LEAST_GAIN = 0.002
 """What more chunks must bring: more stages mean more actions, whose own time is in no cost."""
-MOST_MICROBATCHES = 32
+MOST_MICROBATCHES = 64
 """K is chosen on so many microbatches of the sample, in whole shares, evenly spread; on one share at least."""
 PLACE_ROUNDS = 40
 """Rounds of search for each K and share of the sample."""
 HOPELESS = 0.03
 """What a share may take longer than under the best placement so far, for the others to be planned too."""
-FILLS = (0.006, 0.012, 0.02)
+FILLS = (0.006, 0.009, 0.012, 0.015, 0.02)
 """What the last worker may lose until the first part reaches it, as shares of a worker's work (`balance.py`)."""
 
 

@@ -10,6 +10,7 @@ a worker is devices times a device's memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -174,8 +175,11 @@ class SemuCosts:
         else:
             part = self._measured(items, links, copies)
         total = 0.0
+        number = Counter[tuple[LayerGraph, bool]]()
         for run in self._runs(module, 0, len(self.graph.by_name[module].layers)):
-            total += run.repeats * _duration_ns(self._layer(run.layer, part, items, links, copies), run.backward)
+            number[run.layer, run.backward] += run.repeats
+        for (layer, backward), repeats in number.items():
+            total += repeats * _duration_ns(self._layer(layer, part, items, links, copies), backward)
         of_module = [factor for key, factor in self._factors.items() if key.startswith(f"{module}/")]
         return round(total / copies * (sum(of_module) / len(of_module) if of_module else 1.0))
 
@@ -293,20 +297,33 @@ class SemuCosts:
     def _options(self, runs: tuple[Run, ...], parts: list[Sums], records: Records) -> list[Options]:
         """For each part of one family what each strategy of each run's layers costs, before correction."""
         found: list[list[dict[Strategy, StrategyCost]]] = [[] for _ in parts]
+        known: dict[tuple[LayerGraph, bool], list[dict[Strategy, StrategyCost]]] = {}
         for run in runs:
-            kept = self._layers(run.layer, parts, records)
-            recomputing: tuple[Strategy, ...] = ("recompute", "recompute-attention") if run.backward else ()
-            others = {name: self._layers(self._variant(run.layer, name), parts, records) for name in recomputing}
-            for i, (part, keep) in enumerate(zip(found, kept, strict=True)):
-                options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, run.backward)}
-                for name, of in others.items():
-                    options[name] = self._strategy(of[i], keep, True)
-                if run.backward and self.machine.kernels != "cpu":  # a CPU's memory is the host's
-                    away = options["keep"].saved_bytes / self.layout.tensor_parallel
-                    offload_ns = round(1e9 * away / self.machine.host_bandwidth)
-                    options["offload"] = StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=offload_ns)
+            key = (run.layer, run.backward)
+            if key not in known:
+                known[key] = self._layer_options(*key, parts, records)
+            for part, options in zip(found, known[key], strict=True):
                 part += [options] * run.repeats
         return [tuple(of) for of in found]
+
+    def _layer_options(
+        self, layer: LayerGraph, backward: bool, parts: list[Sums], records: Records
+    ) -> list[dict[Strategy, StrategyCost]]:
+        """For each part what each strategy of a layer costs."""
+        kept = self._layers(layer, parts, records)
+        recomputing: tuple[Strategy, ...] = ("recompute", "recompute-attention") if backward else ()
+        others = {name: self._layers(self._variant(layer, name), parts, records) for name in recomputing}
+        found = []
+        for i, keep in enumerate(kept):
+            options: dict[Strategy, StrategyCost] = {"keep": self._strategy(keep, keep, backward)}
+            for name, of in others.items():
+                options[name] = self._strategy(of[i], keep, True)
+            if backward and self.machine.kernels != "cpu":  # a CPU's memory is the host's
+                away = options["keep"].saved_bytes / self.layout.tensor_parallel
+                offload_ns = round(1e9 * away / self.machine.host_bandwidth)
+                options["offload"] = StrategyCost(saved_bytes=0, extra_ns=0, offload_ns=offload_ns)
+            found.append(options)
+        return found
 
     def _strategy(self, cost: tuple[LayerCosts, int], keep: tuple[LayerCosts, int], backward: bool) -> StrategyCost:
         costs, row = cost
@@ -379,19 +396,23 @@ class SemuCosts:
     def _keys(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[object]:
         """All that the costs depend on: what each layer needs of the sums, and the number of items for what is loaded;
         or the very sizes where a layer is no function of sums."""
-        if any(run.layer.is_irregular(parts[0].family) for run in runs):
+        layers = dict.fromkeys(run.layer for run in runs)  # attention and MLP take turns
+        if any(layer.is_irregular(parts[0].family) for layer in layers):
             return [(runs, sizes_key(*records(i))) for i in range(len(parts))]
-        return [(runs, num_items(part), *[run.layer.needed(part) for run in runs]) for part in parts]
+        return [(runs, num_items(part), *[layer.needed(part) for layer in layers]) for part in parts]
 
     def _evaluated(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[StageCost]:
         """The same from costs of layers."""
-        known = [self._layers(run.layer, parts, records) for run in runs]
-        if any(of.structure is not rows[0][0].structure for rows in known for of, _ in rows):
+        known = {run.layer: self._layers(run.layer, parts, records) for run in runs}
+        if any(of.structure is not rows[0][0].structure for rows in known.values() for of, _ in rows):
             return [
-                stage_costs(runs, [gathered([rows[i]]) for rows in known], [part], self.machine, self.layout)[0]
+                stage_costs(runs, [gathered([known[run.layer][i]]) for run in runs], [part], self.machine, self.layout)[
+                    0
+                ]
                 for i, part in enumerate(parts)
             ]
-        return stage_costs(runs, [gathered(rows) for rows in known], parts, self.machine, self.layout)
+        all_of = {layer: gathered(rows) for layer, rows in known.items()}
+        return stage_costs(runs, [all_of[run.layer] for run in runs], parts, self.machine, self.layout)
 
     def _layers(
         self, layer: LayerGraph, parts: Sequence[Sums], records: Records, copies: int = 1

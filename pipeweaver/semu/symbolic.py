@@ -26,6 +26,10 @@ from pipeweaver.data.table import ItemTable, bounds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Needed = tuple[tuple[int, ...], tuple[int, ...]]
+
+MOST_ASKED = 20_000
+"""Sums of which it is kept what of them is needed."""
 
 
 class Family(NamedTuple):
@@ -88,12 +92,14 @@ class Fit:
         self._denominator = 1
         self._needed: tuple[int, ...] = ()
         self._checks: list[tuple[int, list[tuple[int, int]]]] = []
+        self._asked: dict[tuple[int, ...], Needed | None] = {}
 
     def add(self, sums: tuple[int, ...], values: Sequence[int]) -> None:
         """A sample outside the span of the others."""
         assert not self.spans([sums])[0], "a sample that the others determine adds nothing"
         self.rows.append(sums)
         self.values.append(values)
+        self._asked.clear()
         self._solve()
 
     def spans(self, parts: Sequence[tuple[int, ...]]) -> list[bool]:
@@ -110,9 +116,16 @@ class Fit:
         exact = sums[:, self._pivots] @ self._forms.astype(object).T == self._denominator * sums[:, self._others]
         return [bool(one) for one in exact.all(axis=1)]
 
-    def needed(self, sums: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def needed(self, sums: tuple[int, ...]) -> Needed | None:
         """Columns of the sums that values depend on, and the sums there: parts that agree in both have the same values.
         None where the samples so far do not determine them."""
+        if sums not in self._asked:
+            if len(self._asked) >= MOST_ASKED:
+                self._asked.clear()
+            self._asked[sums] = self._needed_of(sums)
+        return self._asked[sums]
+
+    def _needed_of(self, sums: tuple[int, ...]) -> Needed | None:
         if not self.rows:
             return None
         for column, form in self._checks:

@@ -44,6 +44,10 @@ def view(items, links=(), device="cpu", dtype=torch.float64, **options):
     )
 
 
+def in_sublayers(config):
+    return changed(config, sublayers=True)
+
+
 DOCUMENTS = [
     document(0, [(4, 4), (2, 4)], 6),
     document(1, [], 5),
@@ -54,6 +58,8 @@ CLIPS = [clip(0, 5, (3, 2)), clip(1, 1, (1, 1)), clip(2, 9, (2, 2))]
 CASES = {
     "vision-language": (vision_language, DOCUMENTS),
     "text-diffusion": (text_diffusion, CLIPS),
+    "vision-language in sublayers": (lambda: vision_language(in_sublayers(VISION), in_sublayers(LANGUAGE)), DOCUMENTS),
+    "text-diffusion in sublayers": (lambda: text_diffusion(in_sublayers(DIFFUSION), in_sublayers(WRITER)), CLIPS),
     "diffusion on a grid": (lambda: text_diffusion(changed(DIFFUSION, positions="grid")), CLIPS),
     "grouped diffusion": (
         lambda: text_diffusion(changed(DIFFUSION, heads=4, kv_heads=2, cross_kv_heads=1, gated=False, bias=True)),
@@ -86,6 +92,31 @@ def test_packing_and_order_do_not_matter(make, documents):
     whole = outcome(graph, layers, documents, normalisers=units).loss
     alone = [outcome(graph, layers, [one], normalisers=units).loss.item() for one in documents]
     assert sum(alone) == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_sublayers_are_the_halves_of_blocks():
+    whole = vision_language()
+    halves = vision_language(in_sublayers(VISION), in_sublayers(LANGUAGE))
+    assert [len(module.layers) for module in halves.modules] == [4, 4]
+    layers = materialise_all(whole, seed=0, dtype=torch.float64)
+    parts = materialise_all(halves, seed=1, dtype=torch.float64)
+    ours, theirs = named_parameters(halves, parts), named_parameters(whole, layers)
+
+    def name_of(name):
+        """Of the same parameter in whole blocks."""
+        module, place, number, *rest = name.split(".")
+        return ".".join([module, place, str(int(number) // 2), *rest]) if place == "layers" else name
+
+    assert {name_of(name) for name in ours} == set(theirs)
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            parameter.copy_(theirs[name_of(name)])
+    expected, found = outcome(whole, layers, DOCUMENTS), outcome(halves, parts, DOCUMENTS)
+    assert found.losses == expected.losses
+    for losses in (expected.losses, found.losses):
+        sum(losses.values()).backward()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter.grad, theirs[name_of(name)].grad), name
 
 
 @each_case

@@ -116,8 +116,8 @@ def test_the_module_with_most_work_is_cut():
     assert costliest(graph, share_of(graph, [0, 0]), {"language": 1}) is None
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 3), st.integers(1, 4))
-def test_groups_hold_the_same_samples(counts, per_microbatch, count):
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_groups_hold_the_same_samples(counts, per_microbatch, count, halve_first):
     graph = graph_of("encoder")
     share = share_of(graph, counts, per_microbatch=per_microbatch)
     costs = item_costs(graph, share, flat_costs(graph, row_ns={"vision": 9_000}))
@@ -132,7 +132,7 @@ def test_groups_hold_the_same_samples(counts, per_microbatch, count):
             for group in found.microbatches
         ]
 
-    even, together = evened(share, costs, "language"), merged(share, count)
+    even, together = evened(share, costs, "language"), merged(share, count, halve_first=halve_first)
     for found in (even, together):
         assert sorted(i for group in found.microbatches for i in group) == drawn
         assert (found.items, found.links, found.normalisers) == (share.items, share.links, share.normalisers)
@@ -140,7 +140,8 @@ def test_groups_hold_the_same_samples(counts, per_microbatch, count):
             draws = {share.items[i].draw for i in group}
             assert [i for i in drawn if share.items[i].draw in draws] == sorted(group)
     assert max(rows(even)) <= ROOM * max(rows(share))
-    assert len(together.microbatches) == -(-len(share.microbatches) // count)
+    halved = halve_first and 0 < count // 2 < len(share.microbatches)
+    assert len(together.microbatches) == -(-len(share.microbatches) // count) + halved
     assert len(loads(even)) == len(share.microbatches) or len(share.microbatches) > len(counts)
 
 

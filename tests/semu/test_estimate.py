@@ -21,6 +21,7 @@ SMALL = [
     "tasks.main.tokens_per_microbatch=512",
     "policy.name=1f1b",
 ]
+SHORT_OF_MEMORY = ["tasks.main.microbatches=2", 'workers.memory="40MiB"', 'policy.strategies=["offload"]']
 
 
 def test_an_estimate_adds_up() -> None:
@@ -40,7 +41,7 @@ def test_an_estimate_adds_up() -> None:
 
 
 def test_what_is_on_the_host_is_not_in_the_peak() -> None:
-    found = estimate(load(DIGITS, ["tasks.main.microbatches=2"]), "H800")
+    found = estimate(load(DIGITS, SHORT_OF_MEMORY), "H800")
     (plan,) = found.plans
     assert plan.prediction is not None
     assert any(isinstance(action, Offload) for lane in plan.actions for action in lane)
