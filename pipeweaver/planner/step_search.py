@@ -141,8 +141,8 @@ class StepPlanner:
             self._left -= block
             self._search(self._turn, block)
             if not self._left:
-                if self._consider(self._turn) is not None:
-                    self._close.remove(self._turn)
+                if self._consider(self._turn) is not None:  # a shorter order, but over the budget once compiled
+                    self._close = [one for one in self._close if one is not self._turn]
                 self._turn = None
 
     def plan(self, policy: str = "dynamic") -> FlatPlan:

@@ -15,7 +15,7 @@ from pipeweaver.planner.options import PolicyOptions
 from pipeweaver.planner.partition import by_modality, layer_costs, task_modules
 from pipeweaver.planner.parts import cut_parts
 from pipeweaver.planner.regroup import ROOM, evened, merged
-from pipeweaver.planner.step_search import StepPlanner
+from pipeweaver.planner.step_search import BLOCK, StepPlanner
 from pipeweaver.schedule.stages import StepStages, useful_ns
 from pipeweaver.schedule.verify import verify_flat
 
@@ -199,3 +199,14 @@ def test_a_split_backward_is_not_chosen_where_it_costs_more_than_it_brings():
         planner.run(rounds)
         draft = planner.draft()
         assert {stage.phase for order in draft.order for stage in order} == {"F", "B"}
+
+
+def test_an_order_over_the_budget_is_left_alone(monkeypatch):
+    planner = planner_of("encoder", 2, [3, 5, 1, 4])
+    while planner._agenda is not None:
+        planner.run(1)
+    plan = planner.plan()
+    planner._close = planner._close[1:]  # others search faster than the best, which compiles to the shortest plan
+    monkeypatch.setattr(planner, "_consider", lambda one: np.ones(2, np.int64))
+    planner.run(10 * BLOCK)
+    assert planner.plan().prediction.makespan_ns == plan.prediction.makespan_ns
