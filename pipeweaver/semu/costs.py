@@ -381,16 +381,20 @@ class SemuCosts:
         """Costs of a stage on parts of one family, those that are known looked up."""
         if not self.reuse:
             return self._evaluated(runs, parts, records)
-        found = [self._stages.get(key) for key in self._keys(runs, parts, records)]
+        keys = self._keys(runs, parts, records)
+        found = [self._stages.get(key) for key in keys]
         missing = [i for i, cost in enumerate(found) if cost is None]
         if missing:
+            num_traces = sum(run.layer.num_traces for run in runs)
             costs = self._evaluated(runs, [parts[i] for i in missing], lambda i: records(missing[i]))
             for i, cost in zip(missing, costs, strict=True):
                 found[i] = cost
             if len(self._stages) >= MOST_STAGES:
                 self._stages.clear()
-            # Traces on the way may have shown that costs depend on more: keys are others then.
-            self._stages.update(zip(self._keys(runs, parts, records), found, strict=True))  # type: ignore[arg-type]
+            if sum(run.layer.num_traces for run in runs) > num_traces:
+                # Traces on the way may have shown that costs depend on more: keys are others then.
+                keys = self._keys(runs, parts, records)
+            self._stages.update(zip(keys, found, strict=True))  # type: ignore[arg-type]
         return found  # type: ignore[return-value]
 
     def _keys(self, runs: tuple[Run, ...], parts: Sequence[Sums], records: Records) -> list[object]:
@@ -430,9 +434,10 @@ class SemuCosts:
                     found[missing[i]] = (costs, row)
             if len(self._known) >= MOST_LAYERS:
                 self._known.clear()
-            for part, one in zip(parts, found, strict=True):
+            for i in missing:
+                one = found[i]
                 assert one is not None
-                self._known[layer, layer.needed(part), copies] = one
+                self._known[layer, layer.needed(parts[i]), copies] = one
         return found  # type: ignore[return-value]
 
     def _layer(
