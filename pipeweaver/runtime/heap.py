@@ -11,6 +11,7 @@ a run, new pages cost a fifth of the step. Neither changes anything where the C 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -28,10 +29,13 @@ def keep_memory() -> None:
 
 
 def reserve_memory(num_bytes: int) -> None:
-    """Let the heap grow by so much now, in whole blocks of 16 MiB, after `keep_memory`. As much as there is, if there is less."""
+    """Let the heap grow by so much now, in whole blocks of 16 MiB, after `keep_memory`; by less where that would be more
+    than this worker's share of half the free memory, since what is predicted may never be needed."""
     libc = _glibc()
     if libc is None:
         return
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    num_bytes = min(num_bytes, free // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     blocks: list[int] = []

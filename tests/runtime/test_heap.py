@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -40,3 +41,11 @@ def test_reserved_memory_is_there_before_it_is_used(reserved: int) -> None:
         assert first < PAGES / 20 and second < PAGES / 20, "all pages are there"
     else:
         assert first > PAGES / 2 and second < first / 2, "new pages, most of them used again"
+
+
+@pytest.mark.skipif(_glibc() is None, reason="needs glibc")
+def test_no_more_is_reserved_than_there_is() -> None:
+    script = "from pipeweaver.runtime.heap import reserve_memory; reserve_memory(1 << 50)"
+    environment = os.environ | {"LOCAL_WORLD_SIZE": "64"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
