@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from itertools import product
 from math import ceil
 
 from pipeweaver.costs import Costs
@@ -36,8 +35,9 @@ from pipeweaver.planner.regroup import evened, merged
 from pipeweaver.schedule.ir import Placement
 from pipeweaver.schedule.stages import StepStages, useful_ns
 
-FIRST_PARTS, FIRST_STAGES = (4, 3, 2, 1), 13_000
-"""Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there."""
+FIRST_PARTS, FIRST_STAGES, EARLY_STAGES = (4, 3, 2, 1), 13_000, 26_000
+"""Under a budget the first cut is the finest of these with so many stages at most, so that its plan is soon there; one of
+the next ones the finest with so many."""
 FILLING = 8
 """Where memory allows, microbatches are merged at first as long as so many are left to fill the pipeline."""
 
@@ -109,9 +109,17 @@ class Cuts:
         if not self.limited:
             merges = self.ladders.merges
             return Choice(merge=max(merge for merge in merges if merge == 1 or count >= FILLING * merge))
-        for merge, parts in product(self.ladders.merges, FIRST_PARTS):
-            choice = Choice(merge=merge, parts=min(self.ladders.parts, key=lambda one: abs(one - parts)))
+        for merge in self.ladders.merges:
+            choice = self.finest(Choice(merge=merge), FIRST_STAGES)
             if self._num_stages(choice) <= FIRST_STAGES:
+                break
+        return choice
+
+    def finest(self, choice: Choice, most_stages: int = EARLY_STAGES) -> Choice:
+        """The choice in the most of `FIRST_PARTS` that make so many stages, or else in the fewest."""
+        for parts in FIRST_PARTS:
+            choice = choice._replace(parts=min(self.ladders.parts, key=lambda one: abs(one - parts)))
+            if self._num_stages(choice) <= most_stages:
                 break
         return choice
 

@@ -7,6 +7,7 @@ back, which runs beside compute. Example, four equal layers, level 0.5, offloadi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,23 +50,34 @@ def lean(layers: Sequence[LayerStrategies], level: float, allowed: Sequence[Stra
     kept = sum(known["keep"].saved_bytes for known in layers)
     result: list[Strategy] = ["keep"] * len(layers)
     held, travelled = kept, 0
+    # Equal layers in equal states are one case, of which the first is taken.
+    cases: dict[tuple[int, Strategy], deque[int]] = {}
+    for i, known in enumerate(layers):
+        cases.setdefault((id(known), "keep"), deque()).append(i)
     while held > level * kept:
+        late = max(0.0, travelled - BUSY * forward_ns)
         best: tuple[float, int, Strategy] | None = None
-        for i, known in enumerate(layers):
-            now = known[result[i]]
-            for strategy, cost in known.items():
+        for (_, before), members in cases.items():
+            if not members:
+                continue
+            i = members[0]
+            now = layers[i][before]
+            for strategy, cost in layers[i].items():
                 freed = now.saved_bytes - cost.saved_bytes
                 if strategy not in allowed or freed <= 0:
                     continue
                 travel = cost.offload_ns - now.offload_ns
-                late = max(0.0, travelled + travel - BUSY * forward_ns) - max(0.0, travelled - BUSY * forward_ns)
-                price = cost.extra_ns - now.extra_ns + TRAVEL_PRICE * travel + late
-                if best is None or price / freed < best[0]:
+                later = max(0.0, travelled + travel - BUSY * forward_ns) - late
+                price = cost.extra_ns - now.extra_ns + TRAVEL_PRICE * travel + later
+                if best is None or (price / freed, i) < best[:2]:
                     best = (price / freed, i, strategy)
         if best is None:
             break
         _, i, strategy = best
-        held -= layers[i][result[i]].saved_bytes - layers[i][strategy].saved_bytes
-        travelled += layers[i][strategy].offload_ns - layers[i][result[i]].offload_ns
+        known, before = layers[i], result[i]
+        held -= known[before].saved_bytes - known[strategy].saved_bytes
+        travelled += known[strategy].offload_ns - known[before].offload_ns
         result[i] = strategy
+        cases[id(known), before].popleft()
+        cases.setdefault((id(known), strategy), deque()).append(i)
     return tuple(result) if held < kept else ()

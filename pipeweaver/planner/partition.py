@@ -34,6 +34,8 @@ def split(costs: Sequence[int], slots: int) -> tuple[int, ...]:
     """
     assert 1 <= slots <= len(costs), (slots, len(costs))
     assert min(costs) >= 0, costs
+    if slots == 1:
+        return 0, len(costs)
     sums = [0, *accumulate(costs)]
     limit = _smallest_largest_sum(costs, sums, slots)
     # Which splits keep to the limit: a dynamic programme from the back, over the number of runs still to come.

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+import numba
+import numpy as np
 
 from pipeweaver.data.items import Share
 
@@ -48,18 +50,32 @@ def evened(share: Share, item_costs: Sequence[int], backbone: str) -> Share:
     def rows(items: Sequence[int]) -> int:
         return sum(share.items[i].sizes["tokens"] for i in items if share.items[i].module == backbone)
 
-    room = ROOM * max((rows(group) for group in share.microbatches), default=0)
     count = len(share.microbatches)
-    chosen: list[list[list[int]]] = [[] for _ in range(count)]
-    cost, taken = [0] * count, [0] * count
+    room = int(ROOM * max((rows(group) for group in share.microbatches), default=0))
     sized = [(sum(item_costs[i] for i in items), rows(items), items) for items in samples.values()]
-    for spent, needed, items in sorted(sized, key=lambda one: (-one[0], one[2][0])):
-        fitting = [g for g in range(count) if taken[g] + needed <= room]
-        if not fitting:
-            return share
-        g = min(fitting, key=lambda g: (cost[g], g))
+    sized.sort(key=lambda one: (-one[0], one[2][0]))
+    spent, needed = np.array([one[:2] for one in sized], np.int64).reshape(-1, 2).T.copy()
+    taken = _least_loaded(spent, needed, count, room)
+    if (taken < 0).any():
+        return share
+    chosen: list[list[list[int]]] = [[] for _ in range(count)]
+    for (_, _, items), g in zip(sized, taken.tolist(), strict=True):
         chosen[g].append(items)
-        cost[g] += spent
-        taken[g] += needed
     groups = (sorted(of) for of in chosen if of)
     return msgspec.structs.replace(share, microbatches=tuple(tuple(i for items in of for i in items) for of in groups))
+
+
+@numba.njit(cache=True)
+def _least_loaded(spent, needed, count, room):  # type: ignore[no-untyped-def]
+    """[samples] the group of each in turn: of those with room the one with the least cost so far; -1 where none has."""
+    found = np.full(len(spent), -1, np.int64)
+    cost, taken = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for i in range(len(spent)):
+        for g in range(count):
+            if taken[g] + needed[i] <= room and (found[i] < 0 or cost[g] < cost[found[i]]):
+                found[i] = g
+        if found[i] < 0:
+            break
+        cost[found[i]] += spent[i]
+        taken[found[i]] += needed[i]
+    return found

@@ -246,6 +246,10 @@ class StepPlanner:
                     if self.best is None and level < lean.level:  # nothing fits so far
                         lean = lean._replace(level=level)
                         yield lean
+            # The first cut may be coarse only for its plan to be soon there.
+            finest = self._cuts.finest(lean._replace(level=ladders.levels[0]))
+            if finest.parts > here.parts:
+                yield finest
         while (found := self._next_neighbour()) is not None:
             here, neighbour = found
             yield neighbour

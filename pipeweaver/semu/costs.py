@@ -369,9 +369,12 @@ class SemuCosts:
         factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
         if factor == 1.0:
             return found
-        return tuple(
-            {name: cost._replace(extra_ns=round(cost.extra_ns * factor)) for name, cost in of.items()} for of in found
-        )
+        distinct = {id(of): of for of in found}
+        slowed: dict[int, dict[Strategy, StrategyCost]] = {
+            key: {name: cost._replace(extra_ns=round(cost.extra_ns * factor)) for name, cost in of.items()}
+            for key, of in distinct.items()
+        }
+        return tuple([slowed[id(of)] for of in found])  # equal layers stay one object
 
     def _corrected(self, chunk: Chunk, cost: StageCost) -> StageCost:
         factor = self._factors.get(key_of(chunk.module, chunk.worker), 1.0)
