@@ -123,8 +123,9 @@ class Costs(Protocol):
         """The same of many chunks, each with a part of the table's items."""
         ...
 
-    def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
-        """Forward and backward of the items over the whole module at its most efficient size, no recomputation."""
+    def useful_ns(self, module: str, table: ItemTable, items: Sequence[int]) -> int:
+        """Forward and backward of these of the table's items over the whole module at its most efficient size, no
+        recomputation."""
         ...
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int: ...
@@ -227,8 +228,9 @@ class FlatCosts:
     ) -> list[tuple[LayerStrategies, ...]]:
         return one_by_one(self.strategies, table, asked)
 
-    def useful_ns(self, module: str, items: Sequence[Item], links: Sequence[Sequence[Item]]) -> int:
-        return self._row_ns(module) * _rows(items) * self.layers[module] * (1 + self.backward)
+    def useful_ns(self, module: str, table: ItemTable, items: Sequence[int]) -> int:
+        rows = sum(table.sizes("tokens")[list(items)].tolist())
+        return self._row_ns(module) * rows * self.layers[module] * (1 + self.backward)
 
     def transfer_ns(self, sender: int, receiver: int, num_bytes: int) -> int:
         return 0 if sender == receiver else self.latency_ns + num_bytes * 1_000 // self.bytes_per_us

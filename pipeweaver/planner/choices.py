@@ -20,7 +20,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from pipeweaver.costs import Costs
-from pipeweaver.data.items import Item, Share, linked
+from pipeweaver.data.items import Share
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.ir import Chunk
 
@@ -124,26 +125,30 @@ def backbone(graph: ModelGraph, share: Share) -> str:
     return (losses or names or [module.name for module in graph.modules])[-1]
 
 
-def item_costs(graph: ModelGraph, share: Share, costs: Costs) -> list[int]:
-    """Forward and backward of each item alone through its whole module, ns.
+def item_costs(graph: ModelGraph, share: Share, costs: Costs, table: ItemTable | None = None) -> list[int]:
+    """Forward and backward of each item alone through its whole module, ns. `table`: of the share's items, where known.
 
     Of a module with many different items a few are asked for, and the others are put between them by their tokens:
     what is done with these numbers is to make sums even.
     """
-    sources = linked(share.items, share.links)
-    found = [0] * len(share.items)
+    table = ItemTable(share.items, share.links) if table is None else table
+    tokens = table.sizes("tokens")
+    found = np.zeros(len(share.items), np.int64)
     by_module: dict[tuple[str, str], list[int]] = {}
     for i, item in enumerate(share.items):
         by_module.setdefault((item.task, item.module), []).append(i)
-    for members in by_module.values():
-        tokens = np.array([share.items[i].sizes["tokens"] for i in members], np.int64)
-        distinct, first = np.unique(tokens, return_index=True)
-        asked = np.unique(np.linspace(0, len(distinct) - 1, ASKED).round().astype(np.int64))
-        known = [_alone(graph, costs, share.items[members[first[k]]], sources[members[first[k]]]) for k in asked]
-        between = np.interp(tokens, distinct[asked], np.array(known, np.float64)).astype(np.int64).tolist()
-        for i, cost in zip(members, between, strict=True):
-            found[i] = cost
-    return found
+    asked: list[tuple[Chunk, Sequence[int]]] = []
+    sizes = []
+    for (task, module), members in by_module.items():
+        distinct, first = np.unique(tokens[members], return_index=True)
+        chosen = np.unique(np.linspace(0, len(distinct) - 1, ASKED).round().astype(np.int64))
+        whole = Chunk(task=task, module=module, start=0, stop=len(graph.by_name[module].layers), worker=0)
+        asked += [(whole, (members[k],)) for k in first[chosen].tolist()]
+        sizes.append(distinct[chosen])
+    answers = iter([cost.forward_ns + cost.backward_ns for cost in costs.stages(table, asked)])
+    for members, known in zip(by_module.values(), sizes, strict=True):
+        found[members] = np.interp(tokens[members], known, np.array([next(answers) for _ in known], np.float64))
+    return found.tolist()  # type: ignore[no-any-return]
 
 
 def _joint(graph: ModelGraph) -> set[str]:
@@ -154,10 +159,3 @@ def _after(ladder: Sequence[T], value: T) -> Sequence[T]:
     """The value after one on its ladder, if there is one."""
     at = ladder.index(value) + 1
     return ladder[at : at + 1]
-
-
-def _alone(graph: ModelGraph, costs: Costs, item: Item, links: Sequence[Item]) -> int:
-    layers = len(graph.by_name[item.module].layers)
-    whole = Chunk(task=item.task, module=item.module, start=0, stop=layers, worker=0)
-    cost = costs.stage(whole, [item], [links])
-    return cost.forward_ns + cost.backward_ns

@@ -61,16 +61,17 @@ class Cuts:
         self.graph, self.placement, self.share, self.costs = graph, placement, share, costs
         self.limited, self.forward_only, self.options, self.dtype = limited, forward_only, options, dtype
         self._steps: dict[Choice, StepStages] = {}
-        self._work = useful_ns(graph, share, costs)
         self._table = ItemTable(share.items, share.links)
+        self._work = useful_ns(graph, self._table, costs)
         module = costliest(graph, share, self._work)
         self.module = None if module in options.items_per_part else module
+        self._fullest = fullest(share, self.module) if self.module is not None else 1
         self.ladders = self._ladders()
 
     @cached_property
     def item_costs(self) -> list[int]:
         """Forward and backward of each item alone, ns."""
-        return item_costs(self.graph, self.share, self.costs)
+        return item_costs(self.graph, self.share, self.costs, self._table)
 
     def step(self, choice: Choice) -> StepStages:
         """The stages of a choice's cut. Choices that come to the same cut have the same."""
@@ -82,7 +83,7 @@ class Cuts:
                 share = merged(share, choice.merge, halve_first=self.placement.workers > 1)
             items = dict(self.options.items_per_part)
             if self.module is not None:
-                items[self.module] = ceil(fullest(self.share, self.module) / choice.parts)
+                items[self.module] = ceil(self._fullest / choice.parts)
             by_cost = self.item_costs if self.options.even_parts == "cost" else None
             parts = cut_parts(self.graph, self.placement, share, items, by_cost)
             for step in self._steps.values():
@@ -127,8 +128,7 @@ class Cuts:
         """About how many stages the cut has."""
         chunks = Counter(chunk.module for chunk in self.placement.chunks)
         groups = [Counter(self.share.items[i].module for i in of) for of in self.share.microbatches]
-        most = fullest(self.share, self.module) if self.module is not None else 1
-        size = ceil(most / choice.parts)
+        size = ceil(self._fullest / choice.parts)
         units = 0
         for first in range(0, len(groups), choice.merge):
             together = sum(groups[first : first + choice.merge], Counter())
@@ -144,7 +144,7 @@ class Cuts:
         # Samples move between microbatches of one task only, and a joint loss needs its microbatch whole.
         alike = len({item.task for item in self.share.items}) == 1 and not has_joint_loss(self.graph, self.share)
         lean = any(strategy != "keep" for strategy in options.strategies) and self.limited and not self.forward_only
-        most = fullest(self.share, self.module) if self.module is not None else 1
+        most = self._fullest
         merges = tuple(merge for merge in MERGES if merge <= count) if free else (1,)
         least = 1 / merges[-1] if self.module is not None else 1
         fitting = [parts for parts in PARTS if least <= parts <= most]

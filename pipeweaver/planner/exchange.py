@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Batch, linked
+from pipeweaver.data.table import ItemTable
 
 EVEN = 1.001
 """Replicas are even enough where the largest has so many times the mean's work."""
@@ -48,7 +49,7 @@ def sample_costs(batch: Batch, costs: Costs | None) -> list[int]:
             tokens = item.sizes["tokens"]
             key = (item.module, _octaves(tokens), _octaves(sum(source.sizes["tokens"] for source in sources)))
             if key not in per_token:
-                per_token[key] = costs.useful_ns(item.module, [item], [sources]) / tokens
+                per_token[key] = costs.useful_ns(item.module, ItemTable.of_part([item], [sources]), [0]) / tokens
             total += per_token[key] * tokens
         found.append(round(total))
     return found

@@ -20,7 +20,7 @@ import numba
 import numpy as np
 
 from pipeweaver.costs import Costs, LayerStrategies, StageCost
-from pipeweaver.data.items import Item, Share, linked
+from pipeweaver.data.items import Item, Share
 from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.connect import EdgeArrays, Ints, Parts, Units, edge_arrays
@@ -105,7 +105,6 @@ class StepStages:
         work: Mapping[str, int] | None = None,
         table: ItemTable | None = None,
     ) -> None:
-        self.work = useful_ns(graph, share, costs) if work is None else work
         self.graph, self.placement, self.share, self.parts = graph, placement, share, parts
         self.pricing, self.dtype, self.forward_only = costs, dtype, forward_only
         self.wiring: Wiring = wiring(graph, placement, dtype)
@@ -116,6 +115,7 @@ class StepStages:
         learns = np.array(self.wiring.backward, np.bool_)[self.units.chunk]
         self.learns = np.zeros_like(learns) if forward_only else learns
         self.table = ItemTable(share.items, share.links) if table is None else table
+        self.work = useful_ns(graph, self.table, costs) if work is None else work
         self._strategies: dict[int, Sequence[LayerStrategies]] = {}
         chunks = placement.chunks
         asked = [(chunks[chunk], part.items) for chunk, of in enumerate(parts) for part in of]
@@ -187,17 +187,13 @@ class StepStages:
         return total
 
 
-def useful_ns(graph: ModelGraph, share: Share, costs: Costs) -> dict[str, int]:
-    """W of a share by module: forward and backward of all items at the module's most efficient size."""
-    sources = linked(share.items, share.links)
-    work: dict[str, int] = {}
-    for module in graph.modules:
-        chosen = [i for i, item in enumerate(share.items) if item.module == module.name]
-        if chosen:
-            work[module.name] = costs.useful_ns(
-                module.name, [share.items[i] for i in chosen], [sources[i] for i in chosen]
-            )
-    return work
+def useful_ns(graph: ModelGraph, table: ItemTable, costs: Costs) -> dict[str, int]:
+    """W of a share by module: forward and backward of all items at the module's most efficient size. `table`: its items."""
+    by_module: dict[str, list[int]] = {}
+    for i, item in enumerate(table.items):
+        by_module.setdefault(item.module, []).append(i)
+    chosen = [(module.name, by_module[module.name]) for module in graph.modules if module.name in by_module]
+    return {name: costs.useful_ns(name, table, items) for name, items in chosen}
 
 
 def unit_costs(costs: Sequence[StageCost]) -> UnitCosts:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from planner_cases import GRAPHS, batch_of, flat_costs, graph_of
 
 from pipeweaver.data.items import Batch, Item, Sample
+from pipeweaver.data.table import ItemTable
 from pipeweaver.planner.assign import share_out
 from pipeweaver.planner.exchange import exchanged, sample_costs
 
@@ -120,7 +121,10 @@ def test_a_step_of_many_replicas_asks_for_few_costs():
 
     cost = sample_costs(batch, Counted())
     assert asked["useful"] < 1000  # of 12 000 items
-    exact = [sum(costs.useful_ns(item.module, [item], [()]) for item in sample.items) for sample in batch.samples]
+    exact = [
+        sum(costs.useful_ns(item.module, ItemTable([item], ()), [0]) for item in sample.items)
+        for sample in batch.samples
+    ]
     assert cost == exact  # flat costs are in proportion to tokens
     shares = share_out(graph, batch, 128, costs, exchange=True)
     sums = [sum(cost[int(name.rpartition("/")[2])] for name in share.records) for share in shares]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planner_cases import GRAPHS, flat_costs, graph_of, share_of
 
 from pipeweaver.costs import one_by_one
+from pipeweaver.data.table import ItemTable
 from pipeweaver.planner.choices import Choice, Ladders, costliest, item_costs
 from pipeweaver.planner.leaning import leaned
 from pipeweaver.planner.options import PolicyOptions
@@ -111,7 +112,7 @@ def test_the_module_with_most_work_is_cut():
     graph = graph_of("two encoders")
     share = share_of(graph, [3, 2])
     for costly in ("vision", "audio"):
-        work = useful_ns(graph, share, flat_costs(graph, row_ns={costly: 5_000}))
+        work = useful_ns(graph, ItemTable(share.items, share.links), flat_costs(graph, row_ns={costly: 5_000}))
         assert costliest(graph, share, work) == costly
     assert costliest(graph, share_of(graph, [0, 0]), {"language": 1}) is None
 

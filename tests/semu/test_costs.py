@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from pipeweaver.costs import Costs
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import ModelGraph
 from pipeweaver.model.language import LanguageConfig
 from pipeweaver.model.language import language as text_model
@@ -80,12 +81,17 @@ def test_frozen_encoders_have_no_backward() -> None:
     assert found.static_bytes("vision.layers.0") > 0
 
 
+def useful_ns(costs: SemuCosts, copies: int = 1) -> int:
+    table = ItemTable.of_part(TEXTS * copies, LINKS * copies)
+    return costs.useful_ns("language", table, range(copies * len(TEXTS)))
+
+
 def test_useful_work_does_not_depend_on_the_part() -> None:
     found = costs()
-    whole = found.useful_ns("language", TEXTS * 8, LINKS * 8)
-    assert found.useful_ns("language", TEXTS, LINKS) * 8 == pytest.approx(whole, rel=0.02)
+    whole = useful_ns(found, 8)
+    assert useful_ns(found) * 8 == pytest.approx(whole, rel=0.02)
     stage = found.stage(language(0, 4), TEXTS, LINKS)
-    assert found.useful_ns("language", TEXTS, LINKS) < stage.forward_ns + stage.backward_ns
+    assert useful_ns(found) < stage.forward_ns + stage.backward_ns
 
 
 def test_tensor_parallel_workers_divide_work_and_share_memory() -> None:

@@ -106,7 +106,7 @@ def test_text_layers_cost_the_same_whatever_the_images_are() -> None:
     sides = [(2, 2), (4, 2), (2, 4), (4, 4), (6, 2), (6, 4), (8, 2), (8, 4)]
     found = [costs.stage(chunk, [text(9, 30)], [[image(i, *side)]]) for i, side in enumerate(sides)]
     assert len(set(found)) == 1
-    assert len(costs._stages) < len(sides)
+    assert len(costs._known) < len(sides)
 
 
 def test_parts_that_are_known_stay_known_where_another_tells_more() -> None:
