@@ -345,9 +345,9 @@ class SemuCosts:
 
     def _answers(self, runs: tuple[Run, ...], parts: Together) -> list[StageCost]:
         """Costs of a stage on each part."""
-        costs = [self._on_all(run.layer, parts) for run in runs]
-        if None not in costs:
-            return stage_costs(runs, costs, parts.sums, self.machine, self.layout)  # type: ignore[arg-type]
+        costs = [cost for run in runs if (cost := self._on_all(run.layer, parts)) is not None]
+        if len(costs) == len(runs):
+            return stage_costs(runs, costs, parts.sums, self.machine, self.layout)
         rows = [self._layers(run.layer, parts) for run in runs]
         return [
             stage_costs(runs, [gathered([of[i]]) for of in rows], [part], self.machine, self.layout)[0]
