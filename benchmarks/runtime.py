@@ -6,7 +6,7 @@ Three ways run the same batches of `runtime.toml` with the same initial paramete
 steps: our `dynamic` policy; our `1f1b` on the contiguous split that emulates fastest on this mix; and torch's
 `Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead by the
 planner service on the same two cores, receipt of the plan and loading included; for torch neither loading nor padding
-is timed. A few steps of each way go before, uncounted. Measured steps correct the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
+is timed. A few steps of each way go before, uncounted. Every step corrects the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,13 +49,14 @@ from pipeweaver.runtime.ahead import Ahead, Order, Planning, plan_batch, predict
 from pipeweaver.runtime.exchange import Exchange, Finish, RunPlan
 from pipeweaver.runtime.join import Membership, join
 from pipeweaver.runtime.launch import launch
+from pipeweaver.runtime.orders import Corrections
 from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.service import Service
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
-from pipeweaver.semu.correct import Factors, rounded, updated
+from pipeweaver.semu.correct import Factors, gain, rounded, updated
 from pipeweaver.semu.costs import SemuCosts
 
 TASK = "main"
@@ -74,6 +76,12 @@ class Ran:
     plan: Plan | None
     spans: tuple[Span, ...]
     loss: float
+
+
+class Reported(msgspec.Struct, frozen=True):
+    """What a worker measured of a step."""
+
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +159,7 @@ class Comparison:
         self.batches = batches
         self.num_blocks = num_blocks
         self.costs = costs
-        self.factors: dict[str, Factors] = {}
+        self.corrections: dict[str, Corrections] = defaultdict(Corrections)
         graph = prepare.job_graph(job)
         self.load = partial(load_part, datasets)
         self.planning: dict[str, Planning] = {}
@@ -190,29 +198,22 @@ class Comparison:
         self.services = {way: opened.enter_context(self._service(chosen)) for way, chosen in self.planning.items()}
         ways = [*self.workers, "torch"]
         size = len(self.batches) // self.num_blocks
-        for way in ways:
-            self._run(way, range(WARM_STEPS if self.num_blocks > 1 else 0))
+        if self.num_blocks > 1:
+            for way in ways:
+                self._block(way, range(WARM_STEPS))
         for block in range(self.num_blocks):
             turn = block % len(ways)
             for way in ways[turn:] + ways[:turn]:
-                self.measured[way] += self._run(way, range(block * size, (block + 1) * size))
+                self.measured[way] += self._block(way, range(block * size, (block + 1) * size))
 
-    def _run(self, way: str, numbers: Sequence[int]) -> list[Step]:
-        """Run a way on these batches; what was measured corrects the costs of the plans that follow."""
-        found = self._block(way, numbers) if numbers else []
-        if way in self.planning:
-            self._correct(way, found)
-        return found
-
-    def _correct(self, way: str, steps: Sequence[Step]) -> None:
-        """Let what was measured correct the costs of the next block's plans, as training does after every step."""
-        factors: Factors = self.factors.get(way, {})
-        used = rounded(factors)  # as the service does
-        for step in steps:
-            assert step.plan is not None
-            measurement = Measurement(spans=step.spans, transfers=(), step_ns=step.step_ns)
-            factors = updated(factors, used, [step.plan], [measurement])
-        self.factors[way] = factors
+    def _correct(self, way: str, number: int, order: Order) -> None:
+        """Let what all workers measured of a step correct the costs of plans to come, as training does."""
+        reports = [self.exchange.take_report(number, 0, rank, Reported) for rank in range(2)]
+        spans = tuple(report.spans for report in reports)
+        measurement = Measurement(spans=spans, transfers=(), step_ns=max(of[-1].end_ns for of in spans))
+        known = self.corrections[way]
+        known.factors = updated(known.factors, order.factors, order.records, [measurement], gain(known.steps))
+        known.steps += 1
 
     def _service(self, planning: Planning) -> Service:
         assert self.costs is not None
@@ -262,15 +263,14 @@ class Comparison:
     def _our_block(self, way: str, numbers: Sequence[int]) -> Iterator[Ran]:
         """Plans are proven and handed out one step ahead by a thread of the first rank, as in training."""
         worker, base = self.workers[way], self._blocks * 1000
-        ahead = None
+        ahead, behind = None, None  # the orders to come, and the last one, whose reports are not there yet
         if self.membership.is_first:
             cores = self.membership.helper_cores
             orders = self._orders(way, numbers)
             ahead = Ahead(orders, self.exchange, num_replicas=1, readers=2, first=base, cores=cores)
         for number in range(base, base + len(numbers) + 1):
             message = self.exchange.receive(number, 0)
-            if ahead is not None:
-                ahead.started(number)
+            order = ahead.started(number) if ahead is not None else None
             if isinstance(message, Finish):
                 break
             assert isinstance(message, RunPlan)
@@ -278,16 +278,23 @@ class Comparison:
                 worker.reserve(message.plan)
             result = worker.run(message.plan)
             yield Ran(plan=message.plan, spans=result.spans, loss=sum(result.losses.values()))
-        if ahead is not None:
+            self.exchange.send_report(number, 0, self.membership.rank, Reported(spans=result.spans))
+            if behind is not None:
+                self._correct(way, *behind)
+            behind = None if order is None else (number, order)
+        if ahead is not None and behind is not None:
+            self._correct(way, *behind)
             ahead.close()
 
     def _orders(self, way: str, numbers: Sequence[int]) -> Generator[Order]:
         """Plans of the batches, which the service is told of some orders ahead."""
         service, told = self.services[way], self.job.planner.ahead + 1
+        asked: dict[int, Factors] = {}
         for position, number in enumerate(numbers):
             for coming in numbers[:told] if position == 0 else numbers[position + told - 1 : position + told]:
-                service.want(coming, self.batches[coming], factors=self.factors.get(way))
-            yield Order(plans=service.take(number), step=self.batches[number].step)
+                asked[coming] = rounded(self.corrections[way].factors)
+                service.want(coming, self.batches[coming], factors=asked[coming])
+            yield Order(plans=service.take(number), step=self.batches[number].step, factors=asked[number])
 
     def _torch_block(self, numbers: Sequence[int]) -> Iterator[Ran]:
         self.transport.barrier()
