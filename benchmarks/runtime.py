@@ -6,7 +6,8 @@ Three ways run the same batches of `runtime.toml` with the same initial paramete
 steps: our `dynamic` policy; our `1f1b` on the contiguous split that emulates fastest on this mix; and torch's
 `Schedule1F1B` (torch_pipeline.py). Our steps are timed from optimizer end to optimizer end, planning ahead by the
 planner service on the same two cores, receipt of the plan and loading included; for torch neither loading nor padding
-is timed. A few steps of each way go before, uncounted. Every step corrects the costs of later plans, as in training. Figures are medians of ratios between the same step of two ways.
+is timed. A few steps of each way go before, uncounted. Every step corrects the costs of later plans, as in training.
+Figures are medians of ratios between the same step of two ways.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.emulate import emulate
 from pipeweaver.schedule.ir import Chunk, Compute, Measurement, Placement, Plan, Span
-from pipeweaver.semu.correct import Factors, gain, rounded, updated
+from pipeweaver.semu.correct import Factors, rounded
 from pipeweaver.semu.costs import SemuCosts
 
 TASK = "main"
@@ -211,9 +212,7 @@ class Comparison:
         reports = [self.exchange.take_report(number, 0, rank, Reported) for rank in range(2)]
         spans = tuple(report.spans for report in reports)
         measurement = Measurement(spans=spans, transfers=(), step_ns=max(of[-1].end_ns for of in spans))
-        known = self.corrections[way]
-        known.factors = updated(known.factors, order.factors, order.records, [measurement], gain(known.steps))
-        known.steps += 1
+        self.corrections[way].learn(order, [measurement])
 
     def _service(self, planning: Planning) -> Service:
         assert self.costs is not None

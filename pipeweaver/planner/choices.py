@@ -125,17 +125,16 @@ def backbone(graph: ModelGraph, share: Share) -> str:
     return (losses or names or [module.name for module in graph.modules])[-1]
 
 
-def item_costs(graph: ModelGraph, share: Share, costs: Costs, table: ItemTable | None = None) -> list[int]:
-    """Forward and backward of each item alone through its whole module, ns. `table`: of the share's items, where known.
+def item_costs(graph: ModelGraph, table: ItemTable, costs: Costs) -> list[int]:
+    """Forward and backward of each item of a share alone through its whole module, ns. `table`: its items.
 
     Of a module with many different items a few are asked for, and the others are put between them by their tokens:
     what is done with these numbers is to make sums even.
     """
-    table = ItemTable(share.items, share.links) if table is None else table
     tokens = table.sizes("tokens")
-    found = np.zeros(len(share.items), np.int64)
+    found = np.zeros(len(table.items), np.int64)
     by_module: dict[tuple[str, str], list[int]] = {}
-    for i, item in enumerate(share.items):
+    for i, item in enumerate(table.items):
         by_module.setdefault((item.task, item.module), []).append(i)
     asked: list[tuple[Chunk, Sequence[int]]] = []
     sizes = []

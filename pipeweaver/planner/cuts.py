@@ -71,7 +71,7 @@ class Cuts:
     @cached_property
     def item_costs(self) -> list[int]:
         """Forward and backward of each item alone, ns."""
-        return item_costs(self.graph, self.share, self.costs, self._table)
+        return item_costs(self.graph, self._table, self.costs)
 
     def step(self, choice: Choice) -> StepStages:
         """The stages of a choice's cut. Choices that come to the same cut have the same."""

@@ -229,9 +229,9 @@ class StepPlanner:
         """Choices in the order in which they are tried; what has come of the ones before decides about the next."""
         ladders = self._cuts.ladders
         here = self._cuts.first()
-        # What fills the pipeline should take no more than a worker's share of the step.
-        fill = self.placement.workers**2 / max(1, len(self.share.microbatches))
-        wanted = max(WANTED_PARTS, here.parts, fill)
+        # Filling the pipeline, P parts one after the other, should take no more than a worker's share of the step.
+        to_fill = self.placement.workers**2 / max(1, len(self.share.microbatches))
+        wanted = max(WANTED_PARTS, here.parts, to_fill)
         here = here._replace(split=ladders.splits[-1] and self._halves_are_cheap(here))
         yield here
         if self.limited and not self._is_near_busiest:

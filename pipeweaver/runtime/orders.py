@@ -31,8 +31,8 @@ from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
 from pipeweaver.runtime.service import Service
 from pipeweaver.schedule.flat import FlatPlan
-from pipeweaver.schedule.ir import Placement
-from pipeweaver.semu.correct import Factors, rounded
+from pipeweaver.schedule.ir import Measurement, Placement
+from pipeweaver.semu.correct import Factors, gain, rounded, updated
 from pipeweaver.semu.costs import SemuCosts
 
 
@@ -43,6 +43,11 @@ class Corrections:
 
     factors: Factors = field(default_factory=dict)
     steps: int = 0
+
+    def learn(self, order: Order, measurements: Sequence[Measurement]) -> None:
+        """From a training step: what was measured of each of its replicas, whose plans were made with `order.factors`."""
+        self.factors = updated(self.factors, order.factors, order.records, measurements, gain(self.steps))
+        self.steps += 1
 
 
 def planned_orders(

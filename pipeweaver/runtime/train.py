@@ -48,7 +48,7 @@ from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
 from pipeweaver.runtime.watchdog import Watchdog, watched
 from pipeweaver.runtime.worker import Worker
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
-from pipeweaver.semu.correct import gain, uncorrected_ns, updated
+from pipeweaver.semu.correct import uncorrected_ns
 from pipeweaver.semu.costs import SemuCosts
 
 
@@ -215,9 +215,7 @@ class FirstRank:
             corrections=order.factors,
         )
         if self._job.costs.correct:
-            known, part = self._corrections, gain(self._corrections.steps)
-            known.factors = updated(known.factors, order.factors, order.records, collected.measurements, part)
-            known.steps += 1
+            self._corrections.learn(order, collected.measurements)
         self._tell(StepReport(metrics=self._last_metrics, plans=order.records, measurements=collected.measurements))
 
     def _tell(self, report: StepReport | Evaluation) -> None:

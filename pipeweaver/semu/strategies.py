@@ -23,7 +23,8 @@ Options = tuple[dict[Strategy, StrategyCost], ...]
 def layer_options(
     kept: Rows, recomputed: Mapping[Strategy, Rows], backward: bool, machine: Machine, layout: Layout
 ) -> list[dict[Strategy, StrategyCost]]:
-    """For each part what each strategy of a layer costs: from its traces with all kept, and under other strategies."""
+    """For each part what each strategy of a layer costs, ns and bytes of the whole worker: from its traces with all kept,
+    and with what is `recomputed`. Only "keep" where there is no `backward`."""
     found = []
     for i, keep in enumerate(kept):
         options: dict[Strategy, StrategyCost] = {"keep": _option(keep, keep, backward, machine, layout)}
@@ -56,14 +57,15 @@ def _option(
 
 
 def slower_options(found: Options, factor: float) -> Options:
-    """The same where all computing takes `factor` times as long."""
+    """The same where all computing takes `factor` times as long; what was one object for equal layers stays one."""
     if factor == 1.0:
         return found
+    distinct = {id(of): of for of in found}
     slowed = {
-        id(of): {name: cost._replace(extra_ns=round(cost.extra_ns * factor)) for name, cost in of.items()}
-        for of in found
+        number: {name: cost._replace(extra_ns=round(cost.extra_ns * factor)) for name, cost in of.items()}
+        for number, of in distinct.items()
     }
-    return tuple([slowed[id(of)] for of in found])  # equal layers stay one object
+    return tuple([slowed[id(of)] for of in found])
 
 
 def slower(cost: StageCost, factor: float) -> StageCost:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from planner_cases import GRAPHS, batch_of, flat_costs, graph_of, share_of
 
 from pipeweaver.data.items import Batch
+from pipeweaver.data.table import ItemTable
 from pipeweaver.model.graph import LossSpec, ModelGraph
 from pipeweaver.planner.assign import share_out, single_share
 from pipeweaver.planner.choices import item_costs
@@ -99,7 +100,7 @@ def test_parts_hold_every_item_of_a_microbatch_once_in_order(counts, at_most, by
     graph = graph_of("two encoders")
     share = share_of(graph, counts, per_microbatch=2)
     placement = placed(graph, share)
-    costs = item_costs(graph, share, flat_costs(graph)) if by_cost else None
+    costs = item_costs(graph, ItemTable(share.items, share.links), flat_costs(graph)) if by_cost else None
     parts = cut_parts(graph, placement, share, {"vision": at_most}, costs)
     for chunk, found in zip(placement.chunks, parts, strict=True):
         for number, microbatch in enumerate(share.microbatches):

@@ -104,7 +104,7 @@ def test_items_between_those_asked_for_lie_between_their_costs():
     graph = graph_of("encoder")
     costs = flat_costs(graph)
     share = share_of(graph, [3, 5, 2] * 8)
-    found = item_costs(graph, share, costs)
+    found = item_costs(graph, ItemTable(share.items, share.links), costs)
     assert found == [3 * 1_000 * 4 * item.sizes["tokens"] for item in share.items]
 
 
@@ -121,7 +121,7 @@ def test_the_module_with_most_work_is_cut():
 def test_groups_hold_the_same_samples(counts, per_microbatch, count, halve_first):
     graph = graph_of("encoder")
     share = share_of(graph, counts, per_microbatch=per_microbatch)
-    costs = item_costs(graph, share, flat_costs(graph, row_ns={"vision": 9_000}))
+    costs = item_costs(graph, ItemTable(share.items, share.links), flat_costs(graph, row_ns={"vision": 9_000}))
     drawn = sorted(i for group in share.microbatches for i in group)
 
     def loads(found):
@@ -149,7 +149,7 @@ def test_groups_hold_the_same_samples(counts, per_microbatch, count, halve_first
 def test_evened_groups_are_nearly_equal():
     graph = graph_of("encoder")
     share = share_of(graph, [9, 8, 2, 1, 0, 9, 0, 1], per_microbatch=2)
-    costs = item_costs(graph, share, flat_costs(graph, row_ns={"vision": 30_000}))
+    costs = item_costs(graph, ItemTable(share.items, share.links), flat_costs(graph, row_ns={"vision": 30_000}))
 
     def spread(found):
         sums = [sum(costs[i] for i in group) for group in found.microbatches]
