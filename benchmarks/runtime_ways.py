@@ -223,7 +223,8 @@ def _service(pair: Pair, job: Job, planning: Planning) -> Service:
         budget_bytes=None,
         costs=pack_costs(planning.costs),
     )
-    return Service(planning, setup, seconds=job.planner.seconds, cores=pair.membership.helper_cores)
+    rounds, cores = job.rounds_of(planning.policy), pair.membership.helper_cores
+    return Service(planning, setup, rounds=rounds, seconds=job.planner.seconds, cores=cores)
 
 
 def _worker(pair: Pair, job: Job, placement: Placement) -> Worker:
