@@ -44,7 +44,7 @@ from pipeweaver.runtime.launch import launch
 from pipeweaver.runtime.relocate import homes_of, relocate, relocation
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
-from pipeweaver.schedule.flat import records
+from pipeweaver.schedule.convert import records
 from pipeweaver.schedule.ir import Measurement, Placement, Plan
 from pipeweaver.semu.correct import Factors, updated
 

@@ -110,6 +110,7 @@ def estimate(
     with _mistakes():
         job = _load(config, overrides)
         _check(job, runs_here=False)
+        _check_trace(trace)
         from pipeweaver.report.trace import write_trace
         from pipeweaver.runtime.process import writing
         from pipeweaver.semu.estimate import estimate as estimate_step
@@ -143,6 +144,7 @@ def rehearse(
     with _mistakes():
         job = _load(config, overrides)
         _check(job, runs_here=False)
+        _check_trace(trace)
         from pipeweaver.rehearsal.job import rehearse_job
         from pipeweaver.rehearsal.report import render
         from pipeweaver.report.trace import write_trace
@@ -215,9 +217,10 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
     # Whoever started the workers has looked at the job already, unless it was torchrun.
     looked_at = process.PARENT in os.environ
     with ExitStack() as stack:
-        job = _load(config, overrides, warn=first and not looked_at)
-        if not looked_at:
-            _check(job, say=first)
+        with process.told_once_per_host():
+            job = _load(config, overrides, warn=first and not looked_at)
+            if not looked_at:
+                _check(job, say=first)
         observers: list[Observer] = []
         if first:
             from pipeweaver.console import Follow
@@ -234,8 +237,11 @@ def _train(config: Path, overrides: list[str] | None, *, overwrite: bool) -> Non
 def _calibrate(config: Path, overrides: list[str] | None) -> None:
     """What one worker of `calibrate` does."""
     from pipeweaver.commands import calibrate_as_worker
+    from pipeweaver.runtime import process
 
-    calibrate_as_worker(_load(config, overrides, warn=False))
+    with process.told_once_per_host():
+        job = _load(config, overrides, warn=False)
+    calibrate_as_worker(job)
 
 
 def _calibrate_first(job: Job, config: Path, overrides: list[str] | None) -> None:
@@ -305,6 +311,18 @@ def _check(job: Job, *, runs_here: bool = True, say: bool = True) -> None:
         check(job, runs_here=runs_here)
     if say and is_empty():
         print("compiling kernels, once for this version of pipeweaver: one to two minutes", file=sys.stderr)
+
+
+def _check_trace(path: Path | None) -> None:
+    """Whether a trace can be written there, before what it shows takes its time. Raises ValueError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--trace {path} is a folder; name a file: --trace {path / 'trace.json'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--trace {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--trace {path} is not writable")
 
 
 _shown: set[str] = set()

@@ -31,7 +31,7 @@ from pipeweaver.runtime.exchange import Exchange
 from pipeweaver.runtime.join import choose_device, join
 from pipeweaver.runtime.orders import recorded_entries
 from pipeweaver.runtime.transport import ProcessTransport, lost_workers_told
-from pipeweaver.schedule.flat import records
+from pipeweaver.schedule.convert import records
 from pipeweaver.schedule.ir import Plan
 from pipeweaver.semu.costs import SemuCosts
 

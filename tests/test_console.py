@@ -26,7 +26,7 @@ from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.runtime.evaluate import Evaluation
 from pipeweaver.runtime.train import StepReport
-from pipeweaver.schedule.flat import records
+from pipeweaver.schedule.convert import records
 
 DIGITS = Path(__file__).parents[1] / "examples" / "digits.toml"
 

@@ -24,7 +24,8 @@ from pipeweaver.policies import POLICIES
 from pipeweaver.runtime.exchange import Data, Exchange, Failure, Finish, run_plan
 from pipeweaver.runtime.process import exit_code, in_words, use_cores
 from pipeweaver.schedule.compile import compile_flat
-from pipeweaver.schedule.flat import FlatPlan, records
+from pipeweaver.schedule.convert import records
+from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.ir import Placement, Plan
 from pipeweaver.schedule.stages import StepStages
 from pipeweaver.schedule.verify import verify_flat

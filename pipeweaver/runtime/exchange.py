@@ -24,7 +24,8 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from pipeweaver.runtime.process import RunError
-from pipeweaver.schedule.flat import FlatPlan, records
+from pipeweaver.schedule.convert import records
+from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.ir import Placement, Plan
 from pipeweaver.schedule.wire import pack, unpack
 

@@ -67,6 +67,17 @@ def writing(folder: Path) -> Iterator[None]:
         raise RunError(f"cannot write to {folder}: {error.strerror or error}") from None
 
 
+@contextmanager
+def told_once_per_host() -> Iterator[None]:
+    """A mistake of the user's that every worker comes upon alike is told by one of each host, not by all."""
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("PIPEWEAVER_TRACEBACK"):
+            raise
+        raise RunError(str(error), code=2, once_per_host=True) from None
+
+
 def run_worker(function: Callable[[], None]) -> NoReturn:
     """Run a worker's function and end the process.
 

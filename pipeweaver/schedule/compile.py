@@ -27,6 +27,7 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.schedule.actions import build_actions, place_copies
 from pipeweaver.schedule.bounds import lower_bound_ns
 from pipeweaver.schedule.connect import Ints
+from pipeweaver.schedule.convert import records
 from pipeweaver.schedule.emulate import FlatTimeline, Queue, emulate_flat
 from pipeweaver.schedule.flat import (
     COMPUTE,
@@ -40,7 +41,6 @@ from pipeweaver.schedule.flat import (
     FlatStages,
     FlatTransfers,
     ints,
-    records,
     starts,
 )
 from pipeweaver.schedule.groups import layers_on, parameter_groups, static_bytes

@@ -19,19 +19,8 @@ from typing import Literal, NamedTuple
 import numba
 import numpy as np
 
-from pipeweaver.schedule.flat import (
-    NORM,
-    OFFLOAD,
-    POST,
-    REDUCE,
-    RELOAD,
-    SETTLE,
-    WAIT,
-    FlatPlan,
-    Ints,
-    flatten,
-    starts,
-)
+from pipeweaver.schedule.convert import action_of, flatten
+from pipeweaver.schedule.flat import NORM, OFFLOAD, POST, REDUCE, RELOAD, SETTLE, WAIT, FlatPlan, Ints, starts
 from pipeweaver.schedule.ir import Compute, Plan, Prediction, Span, Stage
 from pipeweaver.schedule.memory import peak_bytes
 
@@ -168,7 +157,7 @@ def _where_stuck(plans: Sequence[FlatPlan], worker_start: Ints, stuck: Ints) -> 
     for plan in plans:
         for number in range(plan.num_workers):
             if stuck[worker] >= 0:
-                action = plan.action(int(stuck[worker]) - base)
+                action = action_of(plan, int(stuck[worker]) - base)
                 lines.append(f"replica {plan.head.replica} worker {number} at {action}")
             worker += 1
         base += len(plan.actions.kind)

@@ -19,7 +19,7 @@ from pipeweaver.model.graph import ModelGraph
 from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import plan_batch
 from pipeweaver.runtime.compare import place
-from pipeweaver.schedule.flat import records
+from pipeweaver.schedule.convert import records
 from pipeweaver.schedule.ir import Action, Compute, Free, Plan
 from pipeweaver.schedule.memory import allocations, held_bytes
 from pipeweaver.semu.costs import SemuCosts

@@ -14,9 +14,9 @@ from pipeweaver.model.graph import Flow, LayerSpec, LossSpec, ModelGraph, Module
 from pipeweaver.schedule.bounds import jackson
 from pipeweaver.schedule.compile import compile_plan
 from pipeweaver.schedule.connect import connect
+from pipeweaver.schedule.convert import flatten, records
 from pipeweaver.schedule.emulate import emulate, stage_spans
 from pipeweaver.schedule.files import load_plans, orders, save_plans, text
-from pipeweaver.schedule.flat import flatten, records
 from pipeweaver.schedule.gradients import has_backward
 from pipeweaver.schedule.groups import parameter_groups
 from pipeweaver.schedule.ir import Chunk, Draft, Part, Placement, Post, Rows, Stage

@@ -10,8 +10,8 @@ from cases import share, two_workers, vision_language
 
 from pipeweaver.costs import FlatCosts
 from pipeweaver.schedule.compile import compile_plan
+from pipeweaver.schedule.convert import flatten, records
 from pipeweaver.schedule.emulate import emulate
-from pipeweaver.schedule.flat import flatten, records
 from pipeweaver.schedule.ir import (
     Allocation,
     Buffer,

@@ -12,7 +12,8 @@ from cases import share, two_workers, vision_language
 
 from pipeweaver.costs import FlatCosts
 from pipeweaver.schedule.compile import compile_flat
-from pipeweaver.schedule.flat import FlatActions, FlatEdges, FlatPlan, FlatStages, FlatTransfers, flatten, records
+from pipeweaver.schedule.convert import flatten, records
+from pipeweaver.schedule.flat import FlatActions, FlatEdges, FlatPlan, FlatStages, FlatTransfers
 from pipeweaver.schedule.ir import Stage
 from pipeweaver.schedule.stages import StepStages
 from pipeweaver.schedule.verify import verify, verify_flat

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pipeweaver.runtime.ahead import Ahead, Order
 from pipeweaver.runtime.exchange import Exchange, Finish, FirstRankFailed, RunPlan
-from pipeweaver.schedule.flat import flatten
+from pipeweaver.schedule.convert import flatten
 from tests.train.plans import empty_plan
 from tests.train.processes import wait_for
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from pipeweaver.runtime.ahead import Order
 from pipeweaver.runtime.collect import Collector, WorkerReport, measurement
 from pipeweaver.runtime.exchange import Exchange
-from pipeweaver.schedule.flat import flatten
+from pipeweaver.schedule.convert import flatten
 from pipeweaver.schedule.ir import Placement, Span, Transfer
 from tests.train.plans import empty_plan
 

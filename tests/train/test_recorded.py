@@ -12,7 +12,7 @@ import pytest
 
 from pipeweaver.runtime.ahead import Order, plan_batch
 from pipeweaver.runtime.recorded import Recorder, read_index, replay
-from pipeweaver.schedule.flat import records
+from pipeweaver.schedule.convert import records
 from tests.train.service_cases import batch, planning
 
 PLANNING = planning("1f1b")

@@ -20,7 +20,7 @@ from pipeweaver.runtime.planner_process import Search, job_planning
 from pipeweaver.runtime.prepare import fingerprint
 from pipeweaver.runtime.reuse import Reuse
 from pipeweaver.runtime.service import Service
-from pipeweaver.schedule.flat import flatten, records
+from pipeweaver.schedule.convert import flatten, records
 from pipeweaver.schedule.wire import pack
 from tests.train import service_cases
 from tests.train.processes import alive, environment, wait_for

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.schedule.flat import FlatPlan, flatten
+from pipeweaver.schedule.convert import action_of, flatten
+from pipeweaver.schedule.flat import FlatPlan
 from pipeweaver.schedule.ir import Plan
 from pipeweaver.schedule.memory import flat_held_bytes
 from pipeweaver.schedule.verify.actions import check_actions
@@ -162,7 +163,7 @@ def _check_memory(plan: FlatPlan, budget_bytes: int | None) -> None:
         peak = max([static, int(during[first:stop].max(initial=0))])
         if peak > budget_bytes:
             at = int(during[first:stop].argmax()) if first < stop else 0
-            what = describe(plan.action(first + at)) if first < stop and during[first + at] == peak else "start"
+            what = describe(action_of(plan, first + at)) if first < stop and during[first + at] == peak else "start"
             raise PlanError(
                 "memory",
                 f"worker {worker} peaks at {peak:,} bytes in {what}, {peak - budget_bytes:,} over its budget of "

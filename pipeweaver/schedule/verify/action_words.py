@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeweaver.schedule.convert import action_of
 from pipeweaver.schedule.flat import BUFFERS, OUTPUT, SAVED, WAIT, FlatPlan, starts
 from pipeweaver.schedule.ir import Buffer, Stage
 from pipeweaver.schedule.verify.words import buffer_name, describe
@@ -102,7 +103,7 @@ def found_words(plan: FlatPlan, code: int, worker: int, number: int, detail: int
             NOT_RETURNED: "runs before what was offloaded is back, or after it is freed",
             WRONG_RESULT: f"must allocate what it leaves behind for others, {detail:,} bytes or more",
         }[code]
-    return f"worker {worker}: {describe(plan.action(number))} {text}"
+    return f"worker {worker}: {describe(action_of(plan, number))} {text}"
 
 
 def _buffer(plan: FlatPlan, number: int) -> Buffer:

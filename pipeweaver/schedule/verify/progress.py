@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
+from pipeweaver.schedule.convert import action_of
 from pipeweaver.schedule.flat import NORM, POST, REDUCE, WAIT, FlatPlan
 from pipeweaver.schedule.verify.words import PlanError, describe
 
@@ -41,7 +42,7 @@ def check_progress(plans: Sequence[FlatPlan], per_worker: bool) -> None:
         for number in stuck[:8]:
             replica, worker = divmod(number, workers)
             plan = plans[replica]
-            action = plan.action(int(place[number] - bases[replica]))
+            action = action_of(plan, int(place[number] - bases[replica]))
             lines.append(f"replica {plan.head.replica} worker {worker} at {describe(action)}")
         reading = "one queue per worker" if per_worker else "one queue per pair of workers"
         raise PlanError("progress", f"deadlock with {reading}: {'; '.join(lines)}")

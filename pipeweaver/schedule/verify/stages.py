@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from pipeweaver.model.graph import ModelGraph, Module, positions
+from pipeweaver.schedule.convert import action_of
 from pipeweaver.schedule.flat import COMPUTE, PHASES, FlatPlan, Ints, starts
 from pipeweaver.schedule.gradients import gradients_of
 from pipeweaver.schedule.ir import Chunk, Placement, Plan, Stage
@@ -169,7 +170,7 @@ def _check_strategies(plan: FlatPlan, num_layers: list[int]) -> None:
     count = given[actions.detail[computes]]
     wanted = np.array(num_layers, np.int64)[actions.first[computes]] if len(computes) else count
     for i in np.nonzero((count > 0) & (count != wanted))[0][:1].tolist():
-        action = plan.action(int(computes[i]))
+        action = action_of(plan, int(computes[i]))
         raise PlanError(
             "stages",
             f"{action.stage} has {count[i]} memory strategies for {wanted[i]} layers",  # type: ignore[union-attr]
