@@ -25,9 +25,10 @@ import torch
 
 from pipeweaver.cluster import Workers
 from pipeweaver.data.items import Batch
+from pipeweaver.measure.cases import Load
 from pipeweaver.measure.fit import Named, fit_machine
 from pipeweaver.measure.grid import measure_grid
-from pipeweaver.measure.layers import Load, measure_layers
+from pipeweaver.measure.layers import measure_layers
 from pipeweaver.measure.links import measure_host, measure_links
 from pipeweaver.measure.parts import largest
 from pipeweaver.measure.records import Measured

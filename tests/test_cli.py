@@ -177,6 +177,32 @@ def test_an_output_folder_that_cannot_be_is_told_first(name: str, tmp_path: Path
     assert told == f"the output folder {tmp_path / 'file'} is a file; choose another one with --set run.output=DIR"
 
 
+@pytest.mark.parametrize("name", ["estimate", "rehearse"])
+def test_a_trace_that_cannot_be_written_is_told_first(name: str, tmp_path: Path) -> None:
+    told = mistake(name, DIGITS, *SMALL, f"--trace={tmp_path / 'nowhere' / 'trace.json'}")
+    assert told == f"--trace {tmp_path / 'nowhere' / 'trace.json'}: there is no folder {tmp_path / 'nowhere'}"
+    told = mistake(name, DIGITS, *SMALL, f"--trace={tmp_path}")
+    assert told == f"--trace {tmp_path} is a folder; name a file: --trace {tmp_path / 'trace.json'}"
+
+
+@pytest.mark.parametrize("name", ["train", "calibrate"])
+def test_a_mistake_is_told_by_one_worker_of_a_host(name: str) -> None:
+    told = []
+    for rank in ("0", "1"):
+        of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        done = subprocess.run(
+            command(name, DIGITS, "--set=run.steps=0"),
+            env=environment() | of_torchrun,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2 and done.stdout == ""
+        told.append(done.stderr)
+    expected = "--set run.steps=0: run.steps = 0: expected a whole number >= 1"
+    assert told == [f"error: worker process 0: {expected}\n", ""]
+
+
 def test_a_cache_that_cannot_be_is_told_before_measuring(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("plan", DIGITS, *SMALL, f"--set=run.output={tmp_path}", f"--set=costs.cache={tmp_path / 'file'}")

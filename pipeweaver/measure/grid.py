@@ -18,8 +18,9 @@ from torch import Tensor
 from pipeweaver.measure.records import OperatorSample
 from pipeweaver.measure.stopwatch import stopwatch
 from pipeweaver.model.attention import attend
+from pipeweaver.semu.aten import attention_flops, attention_pairs
 from pipeweaver.semu.calls import Kind, OperatorPhase
-from pipeweaver.semu.recorder import Stopwatch, attention_flops, attention_pairs
+from pipeweaver.semu.recorder import Stopwatch
 
 ROWS, WIDTHS = (64, 256, 1024), (128, 512)
 LENGTHS, HEADS, HEAD_DIM = (32, 128, 512), 4, 64

@@ -14,31 +14,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeweaver.data.items import Batch, Item
-from pipeweaver.measure.grid import any_numbers
+from pipeweaver.measure.cases import Case, Load, World, build_layers, chunk_of, make_case
 from pipeweaver.measure.parts import SamplePart, choose_parts, records_of
 from pipeweaver.measure.records import LayerSample, LoadSample, OperatorSample, OptimizerSample, StageSample
 from pipeweaver.measure.stopwatch import clock, stopwatch
 from pipeweaver.measure.variants import Variant, variants
-from pipeweaver.model.build import materialise
-from pipeweaver.model.graph import ModelGraph, Module, TensorSpec
-from pipeweaver.model.part import PartView
-from pipeweaver.runtime.clock import make_clock
+from pipeweaver.model.graph import ModelGraph, TensorSpec
 from pipeweaver.runtime.optimizer import OptimizerConfig, adamw
-from pipeweaver.runtime.stage import BuiltChunk, BuiltLayer, StageState, run_backward, run_forward
-from pipeweaver.schedule.ir import Chunk, Strategy
+from pipeweaver.runtime.stage import BuiltChunk, StageState, run_backward, run_forward
+from pipeweaver.schedule.ir import Strategy
 from pipeweaver.semu.calls import Call, Trace
 from pipeweaver.semu.trace import trace
-
-Load = Callable[[Sequence[Item], Mapping[str, int], Sequence[str]], Mapping[str, Any]]
 
 SIZES = 12
 MOST_LAYERS = 3
@@ -72,7 +66,7 @@ def measure_layers(
     `load` brings content of items; `barrier` waits for all workers and is called before every kind, so that all
     measure the same at the same time. With `core_time` time counts only while a worker has its core. A module without items in `batches` is left out.
     """
-    world = _World(graph=graph, load=load, records=records_of(batches), device=device, dtype=dtype, core_time=core_time)
+    world = World(graph=graph, load=load, records=records_of(batches), device=device, dtype=dtype, core_time=core_time)
     by_name: dict[str, list[Variant]] = {}
     for variant in variants(graph).values():
         by_name.setdefault(variant.name, []).append(variant)
@@ -86,50 +80,12 @@ def measure_layers(
         run = _consecutive(same)
         barrier()
         if parts[run[0].module.name]:
-            modules = _build(world, run)
-            cases = [_case(world, run[-1], part) for part in parts[run[0].module.name]]
+            modules = build_layers(world, run)
+            cases = [make_case(world, run[-1], part) for part in parts[run[0].module.name]]
             layers += _measure_variant(world, run, modules, cases, stage, seconds_per_variant)
             loads += [sample for case in cases for sample in case.loads]
             optimizer += _measure_optimizer(world, modules)
     return LayerMeasurements(tuple(layers), stage, tuple(loads), tuple(optimizer))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _World:
-    graph: ModelGraph
-    load: Load
-    records: Mapping[str, int]
-    device: torch.device
-    dtype: torch.dtype
-    core_time: bool
-
-    def view(self, part: SamplePart, loaded: Mapping[str, Any]) -> PartView:
-        return PartView(
-            items=part.items,
-            links=part.links,
-            loaded=dict(loaded),
-            step=0,
-            seed=0,
-            device=self.device,
-            dtype=self.dtype,
-        )
-
-    def tensor(self, rows: int, spec: TensorSpec) -> Tensor:
-        dtype = self.dtype if spec.dtype == "model" else getattr(torch, spec.dtype)
-        if dtype.is_floating_point:
-            return any_numbers((rows, spec.width), self.device, dtype)
-        return torch.zeros((rows, spec.width), device=self.device, dtype=dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """A part with everything that running a chunk on it takes."""
-
-    part: SamplePart
-    loaded: Mapping[str, Any]
-    loads: tuple[LoadSample, ...]
-    inputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
 
 
 def _consecutive(same: Sequence[Variant]) -> list[Variant]:
@@ -162,14 +118,14 @@ KEEP, SPLIT, RECOMPUTE = _Way(), _Way(split=True), _Way(strategy="recompute")
 
 
 def _measure_variant(
-    world: _World,
+    world: World,
     run: Sequence[Variant],
     modules: Mapping[str, nn.Module],
-    cases: Sequence[_Case],
+    cases: Sequence[Case],
     stage: StageSample,
     seconds: float,
 ) -> list[LayerSample]:
-    chunk, first = _chunk(run, modules), run[0]
+    chunk, first = chunk_of(run, modules), run[0]
     _give_gradients(modules)
     ways = [KEEP, SPLIT, RECOMPUTE] if first.backward else [KEEP]
     if first.backward and not _runs(world, chunk, first, cases[0], RECOMPUTE):
@@ -223,7 +179,7 @@ def _in_turn(run: Sequence[Variant], count: int) -> list[Variant]:
     return [run[i % len(run)] for i in range(count)]
 
 
-def _traced(world: _World, variant: Variant, module: nn.Module, case: _Case) -> Trace:
+def _traced(world: World, variant: Variant, module: nn.Module, case: Case) -> Trace:
     """Every operator of the layer's forward and backward on a part, with the time that it took."""
     view = world.view(case.part, case.loaded)
     state = {name: tensor.detach().requires_grad_(name in variant.needs_grad) for name, tensor in case.inputs.items()}
@@ -269,7 +225,7 @@ def _operators(traces: Sequence[Trace]) -> tuple[OperatorSample, ...]:
     )
 
 
-def _runs(world: _World, chunk: BuiltChunk, first: Variant, case: _Case, way: _Way) -> bool:
+def _runs(world: World, chunk: BuiltChunk, first: Variant, case: Case, way: _Way) -> bool:
     """Whether torch can run a layer this way: one with torch.func inside cannot be recomputed."""
     try:
         _run_once(world, chunk, first, case, way)
@@ -278,7 +234,7 @@ def _runs(world: _World, chunk: BuiltChunk, first: Variant, case: _Case, way: _W
     return True
 
 
-def _measure_stage(world: _World) -> StageSample:
+def _measure_stage(world: World) -> StageSample:
     """A chunk without layers hands its input on."""
     spec = TensorSpec(name="x", width=64)
     chunk = BuiltChunk(layers=(), inputs={"x": spec}, loads=(), loss=None)
@@ -302,12 +258,12 @@ def _measure_stage(world: _World) -> StageSample:
     )
 
 
-def _run_once(world: _World, chunk: BuiltChunk, first: Variant, case: _Case, way: _Way) -> _Times:
+def _run_once(world: World, chunk: BuiltChunk, first: Variant, case: Case, way: _Way) -> _Times:
     return _timed(world, lambda: _forward(world, chunk, first, case, way), case.gradients, backward=first.backward)
 
 
 def _timed(
-    world: _World, forward: Callable[[], StageState], gradients: Mapping[str, Tensor], *, backward: bool
+    world: World, forward: Callable[[], StageState], gradients: Mapping[str, Tensor], *, backward: bool
 ) -> _Times:
     marks = clock(world.device, world.core_time)
     marks.mark()
@@ -323,7 +279,7 @@ def _timed(
     return _Times(*(end - start for start, end in pairwise(found)))
 
 
-def _forward(world: _World, chunk: BuiltChunk, first: Variant, case: _Case, way: _Way) -> StageState:
+def _forward(world: World, chunk: BuiltChunk, first: Variant, case: Case, way: _Way) -> StageState:
     return run_forward(
         chunk,
         case.inputs,
@@ -340,75 +296,6 @@ def _per_layer(times: Sequence[int], stage_ns: float, run: Sequence[Variant]) ->
     return max(1.0, (median(times) - stage_ns) / len(run))
 
 
-def _build(world: _World, run: Sequence[Variant]) -> dict[str, nn.Module]:
-    module, last = run[0].module, len(run[0].module.layers) - 1
-    inside = [min(max(variant.position, 0), last) for variant in run]
-    chunk = Chunk(task="", module=module.name, start=inside[0], stop=inside[-1] + 1, worker=0)
-    layers = materialise(world.graph, [chunk], seed=0, device=world.device, dtype=world.dtype)
-    return {variant.layer: layers[variant.layer] for variant in run}
-
-
-def _chunk(run: Sequence[Variant], modules: Mapping[str, nn.Module]) -> BuiltChunk:
-    return BuiltChunk(
-        layers=tuple(BuiltLayer(name=v.layer, spec=v.spec, module=modules[v.layer], inside={}) for v in run),
-        inputs={**run[0].carried, **run[0].read},
-        loads=run[0].spec.loads,
-        loss=run[-1].module.loss if run[-1].loss else None,
-    )
-
-
-def _case(world: _World, variant: Variant, part: SamplePart) -> _Case:
-    loaded, loads = _load(world, variant, part)
-    inputs = {name: world.tensor(_rows(part, spec), spec) for name, spec in variant.carried.items()}
-    for name, spec in variant.read.items():
-        inputs[name] = world.tensor(_read_rows(world.graph, variant.module, name, part, spec), spec)
-    given = [*variant.spec.carries, *variant.spec.sends]
-    gradients = {
-        spec.name: world.tensor(_rows(part, spec), spec) for spec in given if spec.grad and spec.name in variant.outputs
-    }
-    return _Case(part=part, loaded=loaded, loads=loads, inputs=inputs, gradients=gradients)
-
-
-def _load(world: _World, variant: Variant, part: SamplePart) -> tuple[dict[str, Any], tuple[LoadSample, ...]]:
-    """Content of a part, timed once: a second time it might come out of a cache, which training does not have.
-
-    Waiting for a disk counts. For a GPU content is loaded ahead by threads; what takes the device's time is the copy.
-    """
-    loaded: dict[str, Any] = {}
-    samples = []
-    for name in variant.spec.loads:
-        marks = make_clock(world.device)
-        marks.mark()
-        content = world.load(part.items, world.records, (name,))
-        if world.device.type == "cuda":
-            content = {key: tensor.pin_memory() for key, tensor in content.items()}
-            marks = make_clock(world.device)
-            marks.mark()
-        here = {key: _to_device(tensor, world) for key, tensor in content.items()}
-        marks.mark()
-        start, end = marks.times()
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in here.values())
-        samples.append(LoadSample(tensor=name, items=len(part.items), num_bytes=num_bytes, ns=end - start))
-        loaded |= here
-    return loaded, tuple(samples)
-
-
-def _to_device(tensor: Tensor, world: _World) -> Tensor:
-    moved = tensor.to(world.device, non_blocking=True)
-    return moved.to(world.dtype) if tensor.is_floating_point() else moved
-
-
-def _rows(part: SamplePart, spec: TensorSpec) -> int:
-    return sum(item.sizes[spec.rows] for item in part.items)
-
-
-def _read_rows(graph: ModelGraph, module: Module, name: str, part: SamplePart, spec: TensorSpec) -> int:
-    flow = next(flow for flow in graph.flows if flow.destination == module.name and flow.name == name)
-    if flow.source == module.name:
-        return _rows(part, spec)
-    return sum(s.sizes[spec.rows] for sources in part.links for s in sources if s.module == flow.source)
-
-
 def _give_gradients(modules: Mapping[str, nn.Module]) -> None:
     """In a step gradients are there before the first backward, which adds to them."""
     for module in modules.values():
@@ -417,7 +304,7 @@ def _give_gradients(modules: Mapping[str, nn.Module]) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def _measure_optimizer(world: _World, modules: Mapping[str, nn.Module]) -> list[OptimizerSample]:
+def _measure_optimizer(world: World, modules: Mapping[str, nn.Module]) -> list[OptimizerSample]:
     """Norm, clipping and step of these layers' parameters; nothing where none learns."""
     trained = {
         f"{layer}.{name}": parameter

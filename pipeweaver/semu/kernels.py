@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipeweaver.model.attention import attend, attend_by_length
+from pipeweaver.semu.aten import attention_flops, attention_pairs
 from pipeweaver.semu.calls import Kind
-from pipeweaver.semu.recorder import attention_flops, attention_pairs, record
+from pipeweaver.semu.recorder import record
 
 
 def fused(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
 from types import FrameType
 from typing import Any, Literal
 
@@ -23,8 +22,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
+from pipeweaver.semu.aten import MATMULS, attention_of, matmul_of
 from pipeweaver.semu.calls import Call, Kind, OperatorPhase, Owner, Storage, Trace
 
 Stopwatch = Callable[[Callable[[], Any]], tuple[Any, float]]
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         mutates = func._schema.is_mutable
         if name in _NO_KERNEL or not (fresh or mutates):
             return result
-        attention = _attention(func, args, kwargs)
+        attention = attention_of(func, args, kwargs)
         if attention is not None:
             name, flops, counted = attention
             self.add(name, "attention", read, fresh, flops=flops, counted_flops=counted, duration_ns=duration_ns)
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
         kind: Kind = "matmul" if flops else "memory"
-        shape, operands = _matmul(name, args, result, flops)
+        shape, operands = matmul_of(name, args, result, flops)
         self.add(
             _NAMES.get(name, name),
             kind,
@@ -288,21 +288,6 @@ class Recorder(TorchDispatchMode):
         )
 
 
-def attention_flops(batch: int, heads: int, rows: int, columns: int, dim: int, value_dim: int) -> tuple[int, int]:
-    """FLOPs of forward and backward, the whole square of (query, key) pairs, as torch counts them."""
-    query, key, value = (batch, heads, rows, dim), (batch, heads, columns, dim), (batch, heads, columns, value_dim)
-    out = (batch, heads, rows, value_dim)
-    return int(sdpa_flop_count(query, key, value)), int(sdpa_backward_flop_count(out, query, key, value))
-
-
-def attention_pairs(rows: int, columns: int, causal: bool) -> int:
-    """(query, key) pairs that the kernel works on; a causal one skips those above the diagonal."""
-    if not causal:
-        return rows * columns
-    first = min(rows, columns)
-    return first * (first + 1) // 2 + max(0, rows - columns) * columns
-
-
 CURRENT: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 """Who listens to `record`."""
 
@@ -312,12 +297,6 @@ _NAMES = {"aten._fused_rms_norm": "rms_norm", "aten._fused_rms_norm_backward": "
 """Kernels under the names that `kernels.py` gives them."""
 _NO_KERNEL = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 _ROWS_OF_FIRST = {"aten.embedding", "aten.index_select", "aten.index", "aten.gather"}
-_MATMULS = {
-    "aten.mm": (0, 1),
-    "aten.addmm": (1, 2),
-    "aten.bmm": (0, 1),
-    "aten.baddbmm": (1, 2),
-}
 
 
 @dataclass(kw_only=True)
@@ -365,7 +344,7 @@ def _phases(entries: Sequence[_Entry], input_gradients: set[int]) -> list[Operat
             needed |= entry.reads.keys()
     waits.reverse()
     pairs = list(zip(entries, waits, strict=True))
-    linear = {entry.parameter for entry, wait in pairs if wait and entry.name in _MATMULS}
+    linear = {entry.parameter for entry, wait in pairs if wait and entry.name in MATMULS}
     maps = {name.rpartition(".")[0] for name in linear}
     return [
         "F" if entry.forward else "W" if wait and (entry.parameter.rpartition(".")[0] in maps) else "I"
@@ -384,52 +363,6 @@ def _bytes(recorder: Recorder, tensors: Sequence[Tensor], role: Owner) -> dict[i
         num_bytes = min(count * tensor.element_size(), recorder.known[number].num_bytes)
         touched[number] = max(touched.get(number, 0), num_bytes)
     return touched
-
-
-def _matmul(
-    name: str, args: tuple[Any, ...], result: Any, flops: int
-) -> tuple[tuple[int, int, int, int], tuple[Tensor, ...]]:
-    """(batch, m, k, n) and the operands A, B and C of a matmul C[m, n] = A[m, k] B[k, n]."""
-    if name in _MATMULS:
-        left, right = (args[i] for i in _MATMULS[name])
-        batch = left.shape[0] if left.dim() == 3 else 1
-        return (batch, left.shape[-2], left.shape[-1], right.shape[-1]), (left, right, result)
-    if flops and name in ("aten.convolution", "aten._convolution"):
-        image, weight = args[0], args[1]
-        rows = result.numel() // weight.shape[0]
-        return (1, rows, weight[0].numel(), weight.shape[0]), (image, weight, result)
-    if flops and name == "aten.convolution_backward":
-        gradient, image, weight = args[0], args[1], args[2]
-        rows = gradient.numel() // weight.shape[0]
-        return (1, rows, weight.shape[0], weight[0].numel()), (gradient, weight, image)
-    return (0, 0, 0, 0), ()
-
-
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int, int] | None:
-    """(name, FLOPs, FLOPs without what a causal kernel skips) of an attention kernel; None for any other call."""
-    name = func._schema.name
-    if "attention" not in name and "attn" not in name:
-        return None
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    if not {"query", "key", "value"} <= given.keys():
-        return None
-    query, key, value = given["query"], given["key"], given["value"]
-    backward = "backward" in name
-    if "cu_seq_q" in given:  # [rows, heads, dim], sequences one below the other
-        starts = given["cu_seq_q"].tolist(), given["cu_seq_k"].tolist()
-        lengths = [tuple(b - a for a, b in pairwise(of)) for of in starts]
-        shapes = [(1, rows, columns) for rows, columns in zip(*lengths, strict=True)]
-        causal = tuple(given.get("window_size", (-1, -1)))[1:] == (0,) or bool(given.get("is_causal"))
-        heads = query.shape[1]
-    else:
-        shapes = [(query.shape[0], query.shape[-2], key.shape[-2])]
-        causal, heads = bool(given.get("is_causal")), query.shape[-3]
-    flops = counted = 0
-    for batch, rows, columns in shapes:
-        one = attention_flops(batch, heads, rows, columns, query.shape[-1], value.shape[-1])[backward]
-        flops += one
-        counted += one * attention_pairs(rows, columns, causal) // max(1, rows * columns)
-    return "attention_backward" if backward else "attention", flops, counted
 
 
 def _site(frame: FrameType | None, base: FrameType) -> tuple[str, ...]:
