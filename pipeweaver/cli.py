@@ -319,10 +319,11 @@ def _check_trace(path: Path | None) -> None:
         return
     if path.is_dir():
         raise ValueError(f"--trace {path} is a folder; name a file: --trace {path / 'trace.json'}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--trace {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--trace {path} is not writable")
+    known = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if known != path and not known.is_dir():
+        raise ValueError(f"--trace {path}: {known} is a file")
+    if not os.access(known, os.W_OK):
+        raise ValueError(f"--trace {path}: {known} is not writable")
 
 
 _shown: set[str] = set()

@@ -179,8 +179,9 @@ def test_an_output_folder_that_cannot_be_is_told_first(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["estimate", "rehearse"])
 def test_a_trace_that_cannot_be_written_is_told_first(name: str, tmp_path: Path) -> None:
-    told = mistake(name, DIGITS, *SMALL, f"--trace={tmp_path / 'nowhere' / 'trace.json'}")
-    assert told == f"--trace {tmp_path / 'nowhere' / 'trace.json'}: there is no folder {tmp_path / 'nowhere'}"
+    (tmp_path / "file").write_text("")
+    told = mistake(name, DIGITS, *SMALL, f"--trace={tmp_path / 'file' / 'of' / 'trace.json'}")
+    assert told == f"--trace {tmp_path / 'file' / 'of' / 'trace.json'}: {tmp_path / 'file'} is a file"
     told = mistake(name, DIGITS, *SMALL, f"--trace={tmp_path}")
     assert told == f"--trace {tmp_path} is a folder; name a file: --trace {tmp_path / 'trace.json'}"
 

@@ -32,15 +32,18 @@ def balanced(
     tasks: Mapping[str, Sequence[str]],
     chunks_per_worker: Mapping[str, int],
     fill: float = 0.0,
+    early: float = 1.0,
 ) -> Placement:
     """Chunks for the K of each module (less where it has too few layers), balanced over `samples`.
 
     `samples`: for each batch, per module one cost per layer, as `layer_costs` gives them. A module with fewer
     layers than workers is spread one layer each over the workers that carry least. `fill`: what the last worker that the
     first part reaches loses until then, as a share of a worker's work; the others lose proportionally less, and get
-    more to do.
+    more to do. `early`: what the first chunk of a worker has of an even one, in modules that work begins with, if they have
+    several per worker: the first part goes through those chunks before the last worker has anything to do.
     """
     modules = {name: np.array([sample[name] for sample in samples], np.float64) for name in topological(graph)}
+    first = sources(graph)
     short = {name: costs for name, costs in modules.items() if costs.shape[1] < workers}
     spread = {name: costs for name, costs in modules.items() if name not in short}
     periods = {name: period_of(costs) for name, costs in spread.items()}
@@ -58,9 +61,14 @@ def balanced(
         shared.append((score, begins, counts))
     best: tuple[float, dict[str, Ranges]] = (np.inf, {})
     for _, begins, counts in sorted(shared, key=lambda one: one[0])[:MOST_REFINED]:
-        whole = {name: _laid_out(workers, counts[name], begins[name], least[name], periods[name]) for name in spread}
+        small = {name: early if name in first and least[name] > 1 else 1.0 for name in spread}
+        whole = {
+            name: _laid_out(workers, counts[name], begins[name], least[name], periods[name], small[name])
+            for name in spread
+        }
         waits = _waits(workers, spread, begins, fill)
-        score, chunks = refined(whole, spread, waits)
+        kept = {name: workers - 1 for name in spread if small[name] < 1.0}
+        score, chunks = refined(whole, spread, waits, kept)
         if score < best[0] * (1 - 1e-9):
             best = (score, chunks)
     _, chunks = best
@@ -84,17 +92,29 @@ def balanced(
     )
 
 
-def _laid_out(workers: int, counts: Sequence[int], begin: int, rounds: int, period: int) -> Ranges:
+def sources(graph: ModelGraph) -> list[str]:
+    """Modules that work begins with: no other's output flows into them."""
+    receiving = {flow.destination for flow in graph.flows if flow.source != flow.destination}
+    return [name for name in topological(graph) if name not in receiving]
+
+
+def _laid_out(workers: int, counts: Sequence[int], begin: int, rounds: int, period: int, early: float) -> Ranges:
     """The chunks: `rounds` turns over the workers from `begin` on, each worker's blocks of `period` layers in chunks as even
-    as possible, larger ones first."""
+    as possible, larger ones first; but for the first turn, where all workers but the last have `early` of that."""
+    sizes = np.zeros((rounds, workers), np.int64)
+    for step in range(workers):
+        count, rest = counts[(begin + step) % workers], rounds
+        if early < 1.0 and step < workers - 1:
+            sizes[0, step] = max(1, round(early * count / rounds))
+            count, rest = count - sizes[0, step], rounds - 1
+        for turn in range(rest):
+            sizes[rounds - rest + turn, step] = count // rest + (turn < count % rest)
     chunks: Ranges = []
     at = 0
-    for turn in range(rounds):
-        for step in range(workers):
-            worker = (begin + step) % workers
-            size = period * (counts[worker] // rounds + (turn < counts[worker] % rounds))
-            chunks.append((at, at + size, worker))
-            at += size
+    for turn, step in product(range(rounds), range(workers)):
+        size = period * int(sizes[turn, step])
+        chunks.append((at, at + size, (begin + step) % workers))
+        at += size
     return chunks
 
 

@@ -34,14 +34,14 @@ DOUBLINGS = 6
 
 
 def refined(
-    chunks: Mapping[str, Ranges], costs: Mapping[str, Floats], waits: Floats
+    chunks: Mapping[str, Ranges], costs: Mapping[str, Floats], waits: Floats, kept: Mapping[str, int]
 ) -> tuple[float, dict[str, Ranges]]:
     """(how far the busiest worker is above the mean, 1 for even ones; the chunks with their boundaries moved).
 
     `costs` [samples, layers] by module, `waits` [samples, workers] ns: what a load has beside layers. Simulated annealing
     (Kirkpatrick and others 1983), always the same. Each chunk keeps a layer at least, and none becomes much larger than
     its module's largest: parts go from worker to worker in step, and one large chunk makes all others wait until parts
-    have queued up before it.
+    have queued up before it. The first `kept` chunks of a module stay no larger than they are.
     """
     edges, modules = _edges(chunks, costs), list(chunks)
     loads = waits.copy()
@@ -57,7 +57,13 @@ def refined(
         count = costs[name].shape[1]
         work[number, :, 1 : count + 1] = costs[name].cumsum(axis=1)
         inner[number, 1 : count + 1] = _without_ends(costs[name]).sum(axis=0).cumsum()
-    score, found = _anneal(edges, work, inner, loads, np.nonzero(edges.movable)[0])
+    largest = np.zeros(len(edges.place))
+    for number, name in enumerate(modules):
+        at = np.nonzero(edges.module == number)[0]
+        sizes = np.diff(inner[number, edges.place[at]])
+        largest[at[:-1]] = LARGER * sizes.max()
+        largest[at[: kept.get(name, 0)]] = sizes[: kept.get(name, 0)]
+    score, found = _anneal(edges, work, inner, loads, np.nonzero(edges.movable)[0], largest)
     result: dict[str, Ranges] = {}
     for number, name in enumerate(modules):
         starts = found[edges.module == number].tolist()
@@ -126,15 +132,10 @@ def _uneven(loads):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _anneal(edges, work, inner, loads, movable):  # type: ignore[no-untyped-def]
-    """(unevenness, places [E]) of the best that was found."""
+def _anneal(edges, work, inner, loads, movable, largest):  # type: ignore[no-untyped-def]
+    """(unevenness, places [E]) of the best that was found. `largest` [E]: what the chunk that begins there may grow to."""
     np.random.seed(0)
     place, samples = edges.place.copy(), loads.shape[0]
-    largest = np.zeros(len(work))
-    for e in range(1, len(place)):
-        m = edges.module[e]
-        if edges.module[e - 1] == m:
-            largest[m] = max(largest[m], inner[m, place[e]] - inner[m, place[e - 1]])
     score = _uneven(loads)
     best_score, best = score, place.copy()
     if len(movable) == 0:
@@ -148,7 +149,7 @@ def _anneal(edges, work, inner, loads, movable):  # type: ignore[no-untyped-def]
             continue
         # Only the chunk that grows can become too large.
         grown = inner[m, to] - inner[m, place[e - 1]] if step > 0 else inner[m, place[e + 1]] - inner[m, to]
-        if grown > LARGER * largest[m]:
+        if grown > largest[e - 1 if step > 0 else e]:
             continue
         giver, taker = edges.worker[e], edges.worker[e - 1]
         for s in range(samples):

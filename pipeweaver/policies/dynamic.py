@@ -3,7 +3,8 @@
 *Once per run*: each module in K chunks per worker, so that every worker has a share of every module
 (pipeweaver.md, section 1). K is chosen by planning a sample of real batches, transfers and the cost of small parts
 included, module by module until nothing gets better; layers are shared out so that workers are even over the sample,
-or those that work reaches last have somewhat less to do, where that plans the sample better.
+or those that work reaches last have somewhat less to do, or begin with smaller chunks, where that plans the sample
+better.
 
 *Each step*: how samples are grouped, how items are cut into parts, what is kept in memory and which backwards are
 split, each a try of the search in `planner/step_search.py`; then `rounds` of search over the order of the stages,
@@ -17,11 +18,12 @@ vision, 2 and 3 language:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from pipeweaver.costs import Costs
 from pipeweaver.data.items import Share
 from pipeweaver.model.graph import ModelGraph
-from pipeweaver.planner.balance import balanced
+from pipeweaver.planner.balance import balanced, sources
 from pipeweaver.planner.options import DEFAULTS, PolicyOptions
 from pipeweaver.planner.partition import layer_costs, task_modules
 from pipeweaver.planner.step_search import StepPlanner
@@ -40,6 +42,9 @@ HOPELESS = 0.03
 """What a share may take longer than under the best placement so far, for the others to be planned too."""
 FILLS = (0.006, 0.009, 0.012, 0.015, 0.02)
 """What the last worker may lose until the first part reaches it, as shares of a worker's work (`balance.py`)."""
+EARLIES, FEW = (1.0, 0.5), 3
+"""What the first chunks may have of an even one, where a module that work begins with has few per worker; of many, each is
+small."""
 
 
 def place(
@@ -57,8 +62,8 @@ def place(
     tasks = task_modules(graph, shares)
     sample = _sample(shares)
 
-    def placed(chunks: Mapping[str, int], fill: float = 0.0) -> Placement:
-        return balanced(graph, workers, per_layer, tasks, chunks, fill)
+    def placed(chunks: Mapping[str, int], fill: float = 0.0, early: float = 1.0) -> Placement:
+        return balanced(graph, workers, per_layer, tasks, chunks, fill, early)
 
     def score(placement: Placement, known: Sequence[float] = ()) -> list[float]:
         """Makespans of the shares, ns; infinite if one does not fit, or is hopeless beside what is `known`."""
@@ -106,8 +111,10 @@ def place(
             for k in ladder:
                 improved |= consider(chosen | {name: k})
     tried = {best}
-    for fill in FILLS:
-        placement = placed(chosen, fill)
+    begun = [chosen[name] for name in sources(graph) if name in chosen]
+    earlies = EARLIES if any(1 < k <= FEW for k in begun) else (1.0,)
+    for early, fill in product(earlies, (0.0, *FILLS)):
+        placement = placed(chosen, fill, early)
         if placement not in tried:
             tried.add(placement)
             scores = scores or score(best)

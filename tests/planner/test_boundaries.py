@@ -35,10 +35,25 @@ def test_a_head_is_made_up_for_in_halves_of_blocks() -> None:
     chunks = {"language": laid_out(2, 2, 2)}
     waits = np.zeros((1, 2))
     assert loads_of(chunks, {"language": costs}, waits).tolist() == [[20.0, 25.0]]
-    score, found = refined(chunks, {"language": costs}, waits)
+    score, found = refined(chunks, {"language": costs}, waits, {})
     loads = loads_of(found, {"language": costs}, waits)
     assert loads.max() <= 23.0, "22 and 23 are as near as whole layers come"
     assert score == pytest.approx(((loads / loads.mean()) ** 64).mean() ** (1 / 64))
+
+
+def test_first_chunks_that_are_kept_do_not_grow() -> None:
+    # One block, then seven, on each of two workers; the head takes as long as an attention and an MLP.
+    costs = np.array([[1.0, 4.0] * 16])
+    costs[:, -1] += 5.0
+    chunks = {"language": [(0, 2, 0), (2, 10, 1), (10, 24, 0), (24, 32, 1)]}
+    waits = np.zeros((1, 2))
+    assert loads_of(chunks, {"language": costs}, waits).tolist() == [[40.0, 45.0]]
+    for kept in (0, 1, 2):
+        score, found = refined(chunks, {"language": costs}, waits, {"language": kept})
+        for number in range(kept):
+            (start, stop, _), (first, last, _) = found["language"][number], chunks["language"][number]
+            assert costs[0, start:stop].sum() <= costs[0, first:last].sum()
+        assert loads_of(found, {"language": costs}, waits).max() == 44.0 and score < 45 / 42.5
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,7 +69,7 @@ def test_every_layer_stays_in_one_chunk(workers, blocks, rounds, samples, seed) 
         costs[name][:, -1] += random.integers(0, 300)
     waits = random.integers(0, 50, (samples, workers)).astype(np.float64)
     before = {name: list(ranges) for name, ranges in chunks.items()}
-    score, found = refined(chunks, costs, waits)
+    score, found = refined(chunks, costs, waits, {})
     assert chunks == before
     for name, ranges in found.items():
         assert [worker for *_, worker in ranges] == [worker for *_, worker in chunks[name]]
@@ -71,7 +86,7 @@ def test_every_layer_stays_in_one_chunk(workers, blocks, rounds, samples, seed) 
 
     assert score == pytest.approx(uneven(found))
     assert score <= uneven(chunks) * (1 + 1e-9)
-    assert refined(chunks, costs, waits) == (score, found), "always the same"
+    assert refined(chunks, costs, waits, {}) == (score, found), "always the same"
 
 
 @pytest.mark.parametrize(

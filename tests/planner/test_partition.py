@@ -174,6 +174,23 @@ def test_workers_that_the_first_part_reaches_late_have_less_to_do():
     assert counts(0.4) == [6, 5, 5, 4]
 
 
+def test_work_can_begin_with_small_chunks():
+    graph = graph_of("encoder", (16, 16))
+    costs, tasks = [{name: [10] * 16 for name in graph.by_name}], {"main": tuple(graph.by_name)}
+
+    def sizes(early, vision=2):
+        placement = balanced(graph, 2, costs, tasks, {"vision": vision, "language": 2}, early=early)
+        assert [chunk.worker for chunk in placement.chunks if chunk.module == "vision"] == [0, 1] * vision
+        loads = [sum(chunk.stop - chunk.start for chunk in placement.chunks if chunk.worker == w) for w in (0, 1)]
+        assert loads == [16, 16]
+        return [[chunk.stop - chunk.start for chunk in placement.chunks if chunk.module == m] for m in graph.by_name]
+
+    assert sizes(1.0) == [[4, 4, 4, 4], [4, 4, 4, 4]]
+    assert sizes(0.5) == [[2, 4, 6, 4], [4, 4, 4, 4]]
+    assert sizes(0.1) == [[1, 4, 7, 4], [4, 4, 4, 4]]
+    assert sizes(0.5, vision=1) == [[8, 8], [4, 4, 4, 4]]
+
+
 def test_modules_of_fewer_layers_than_workers_have_no_fill_to_share_out():
     graph = graph_of("one", (2,))
     (name,) = graph.by_name

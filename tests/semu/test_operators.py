@@ -126,13 +126,6 @@ def test_without_costs_there_is_nothing_inside() -> None:
     assert not [event for event in trace_events([plan]) if event.get("cat") == "inside"]
 
 
-def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    settings = [part for key in ("tasks.main.microbatches=1", "policy.name=1f1b") for part in ("--set", key)]
-    result = CliRunner().invoke(app, ["estimate", str(DIGITS), *settings, "--trace", str(tmp_path)])
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == f"error: cannot write to {tmp_path}: Is a directory"
-
-
 def fill(slices: list[Inside], start_ns: int, end_ns: int) -> None:
     assert slices[0].span.start_ns == start_ns and slices[-1].span.end_ns == end_ns
     assert all(one.span.end_ns == other.span.start_ns for one, other in pairwise(slices))
