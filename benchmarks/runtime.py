@@ -57,10 +57,11 @@ from pipeweaver.schedule.ir import Chunk, Compute, Placement
 
 TASK = "main"
 CONFIG = Path(__file__).with_name("runtime.toml")
+FULL = Size(warm=5, blocks=4, skipped=2, counted=5, microbatches=8)
 SIZES = {
-    "full": Size(warm=5, blocks=4, skipped=2, counted=5, microbatches=8),
+    "full": FULL,
     "quick": Size(warm=0, blocks=1, skipped=1, counted=1, microbatches=4),
-    "levers": Size(warm=5, blocks=4, skipped=2, counted=5, microbatches=8),
+    "levers": FULL,
 }
 SAMPLE = 8
 """Batches that static splits are compared on."""

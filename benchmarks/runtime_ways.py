@@ -28,7 +28,6 @@ from pipeweaver.runtime.exchange import Exchange, Finish, RunPlan
 from pipeweaver.runtime.execution import Loader
 from pipeweaver.runtime.join import Membership
 from pipeweaver.runtime.orders import Corrections
-from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.service import Service
 from pipeweaver.runtime.transport import ProcessTransport
 from pipeweaver.runtime.worker import Worker
@@ -66,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A way runs a block of steps before the next has its turn; the first `skipped` of each block are not counted: their
+    """A way runs a block of steps before the next has its turn; the first `skipped` of each block, one at least, are not counted: their
     plans are taken as soon as they are asked for, where those of later steps are searched for during the steps before.
     Before anything is counted every way runs `warm` steps."""
 
@@ -105,7 +104,7 @@ class OurWay:
     def __init__(
         self, pair: Pair, job: Job, placement: Placement, planning: Planning | None, opened: ExitStack
     ) -> None:
-        self.pair, self.job, self.placement = pair, job, placement
+        self.pair, self.job = pair, job
         self.worker = _worker(pair, job, placement)
         self.corrections = Corrections()
         self.service = opened.enter_context(_service(pair, job, planning)) if planning is not None else None
@@ -214,15 +213,7 @@ def gather(mine):  # type: ignore[no-untyped-def]
 
 def _service(pair: Pair, job: Job, planning: Planning) -> Service:
     assert isinstance(planning.costs, SemuCosts)
-    setup = JobSetup(
-        path=job.path,
-        overrides=job.overrides,
-        fingerprint=prepare.fingerprint(job),
-        policy=planning.policy,
-        placement=planning.placement,
-        budget_bytes=None,
-        costs=pack_costs(planning.costs),
-    )
+    setup = prepare.job_setup(job, planning, pack_costs(planning.costs))
     rounds, cores = job.rounds_of(planning.policy), pair.membership.helper_cores
     return Service(planning, setup, rounds=rounds, seconds=job.planner.seconds, cores=cores)
 

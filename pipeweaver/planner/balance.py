@@ -43,7 +43,6 @@ def balanced(
     several per worker: the first part goes through those chunks before the last worker has anything to do.
     """
     modules = {name: np.array([sample[name] for sample in samples], np.float64) for name in topological(graph)}
-    first = sources(graph)
     short = {name: costs for name, costs in modules.items() if costs.shape[1] < workers}
     spread = {name: costs for name, costs in modules.items() if name not in short}
     periods = {name: period_of(costs) for name, costs in spread.items()}
@@ -59,15 +58,15 @@ def balanced(
         begins = dict(zip(spread, places, strict=True))
         score, counts = _share_out(workers, blocks, begins, least, fill)
         shared.append((score, begins, counts))
+    small = {name: early if name in sources(graph) and least[name] > 1 else 1.0 for name in spread}
+    kept = {name: workers - 1 for name in spread if small[name] < 1.0}
     best: tuple[float, dict[str, Ranges]] = (np.inf, {})
     for _, begins, counts in sorted(shared, key=lambda one: one[0])[:MOST_REFINED]:
-        small = {name: early if name in first and least[name] > 1 else 1.0 for name in spread}
         whole = {
             name: _laid_out(workers, counts[name], begins[name], least[name], periods[name], small[name])
             for name in spread
         }
         waits = _waits(workers, spread, begins, fill)
-        kept = {name: workers - 1 for name in spread if small[name] < 1.0}
         score, chunks = refined(whole, spread, waits, kept)
         if score < best[0] * (1 - 1e-9):
             best = (score, chunks)

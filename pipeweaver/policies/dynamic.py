@@ -113,7 +113,8 @@ def place(
     tried = {best}
     begun = [chosen[name] for name in sources(graph) if name in chosen]
     earlies = EARLIES if any(1 < k <= FEW for k in begun) else (1.0,)
-    for early, fill in product(earlies, (0.0, *FILLS)):
+    _, *others = product(earlies, (0.0, *FILLS))  # the first is as K was chosen
+    for early, fill in others:
         placement = placed(chosen, fill, early)
         if placement not in tried:
             tried.add(placement)

@@ -27,7 +27,6 @@ from pipeweaver.runtime import prepare
 from pipeweaver.runtime.ahead import Order, Planning
 from pipeweaver.runtime.compare import place
 from pipeweaver.runtime.exchange import Data
-from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.runtime.recorded import Entry, load_recorded, read_index, replay
 from pipeweaver.runtime.service import Service
 from pipeweaver.schedule.flat import FlatPlan
@@ -77,19 +76,10 @@ def planned_orders(
             print(f"policy {AUTO} takes {planning.policy} for {', '.join(task_set.tasks)}", flush=True)
 
     def service(planning: Planning) -> Service:
-        setup = JobSetup(
-            path=job.path,
-            overrides=job.overrides,
-            fingerprint=prepare.fingerprint(job),
-            policy=planning.policy,
-            placement=planning.placement,
-            budget_bytes=budget_bytes,
-            costs=packed,
-        )
         usable = cores or available_cores()
         return Service(
             planning,
-            setup,
+            prepare.job_setup(job, planning, packed),
             processes=_num_processes(job, len(usable)),
             rounds=job.rounds_of(planning.policy),
             seconds=job.planner.seconds,

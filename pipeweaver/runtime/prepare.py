@@ -30,6 +30,7 @@ from pipeweaver.planner.assign import share_out
 from pipeweaver.policies import POLICIES
 from pipeweaver.runtime.ahead import Planning
 from pipeweaver.runtime.exchange import Data
+from pipeweaver.runtime.planner_messages import JobSetup
 from pipeweaver.schedule.ir import Placement
 
 SAMPLE_BATCHES = 8
@@ -186,6 +187,19 @@ def planning(
         budget_bytes=budget_bytes,
         seed=job.run.seed,
         rounds=DEFAULT_ROUNDS if job.policy.rounds is None else job.policy.rounds,
+    )
+
+
+def job_setup(job: Job, planning: Planning, costs: bytes) -> JobSetup:
+    """What planner processes make `planning` from; `costs` as `calibrate.pack_costs` writes them."""
+    return JobSetup(
+        path=job.path,
+        overrides=job.overrides,
+        fingerprint=fingerprint(job),
+        policy=planning.policy,
+        placement=planning.placement,
+        budget_bytes=planning.budget_bytes,
+        costs=costs,
     )
 
 
